@@ -1,9 +1,12 @@
-"""Logprobs of a step's rows side by side, so that one copy brings them to the host: each copy holds the next step up.
+"""A step's tokens and logprobs side by side, so that one copy brings them to the host: each copy holds the next step up.
 
-A row of n tokens: their ids, n words, the rank, a word, then the logprobs, two a word.
+First the tokens and codes of all rows, a word each, then the rows of logprobs. Such a row of n tokens: their ids, n words, the
+rank, a word, then the logprobs, two a word.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,21 +15,31 @@ from torch import Tensor
 from pelton.sampling.logprobs import HostLogprobs, LogprobTensors
 
 
-def rows_of_logprobs(num_rows: int, most: int, device: torch.device) -> tuple[LogprobTensors, Tensor]:
-    """Return the columns and the words that they are views of, [num_rows, W] int64."""
-    width = 1 + most
-    words = torch.zeros(num_rows, width + 1 + (width + 1) // 2, dtype=torch.int64, device=device)
-    values = words.view(torch.float32)[:, 2 * (width + 1) :][:, :width]
-    return LogprobTensors(words[:, :width], values, words[:, width]), words
+class PackedResults:
+    """Of at most `num_rows` rows, with `most` alternatives each."""
 
+    def __init__(self, num_rows: int, most: int, device: torch.device) -> None:
+        self._num_rows, self._width = num_rows, 1 + most
+        self._words = torch.zeros(num_rows * (1 + self._row_words), dtype=torch.int64, device=device)
+        rows = self._words[num_rows:].view(num_rows, self._row_words)
+        ids, ranks = rows[:, : self._width], rows[:, self._width]
+        self.result = self._words[:num_rows].view(torch.int32).view(num_rows, 2)  # (token, code)
+        self.logprobs = LogprobTensors(ids, self._values(rows.view(torch.float32)), ranks)
 
-def on_host(words: np.ndarray) -> HostLogprobs:
-    """Return what was read of `rows_of_logprobs`."""
-    width = _width(words.shape[1])
-    values = words.view(np.float32)[:, 2 * (width + 1) :][:, :width]
-    return HostLogprobs(words[:, :width], values, words[:, width])
+    @property
+    def _row_words(self) -> int:
+        return self._width + 1 + (self._width + 1) // 2
 
+    def _values(self, halves: Any) -> Any:
+        """The logprobs among a row's half words."""
+        return halves[:, 2 * (self._width + 1) :][:, : self._width]
 
-def _width(num_words: int) -> int:
-    """Return the tokens of a row of so many words: n + 1 + ceil(n / 2)."""
-    return (num_words - 1) * 2 // 3
+    def words(self, num_rows: int) -> Tensor:
+        """What has the first rows, to be copied."""
+        return self._words[: self._num_rows + num_rows * self._row_words]
+
+    def on_host(self, words: np.ndarray, num_rows: int) -> tuple[np.ndarray, HostLogprobs]:
+        """Return result and logprobs of a copy of `words(num_rows)`."""
+        rows = words[self._num_rows :].reshape(num_rows, self._row_words)
+        logprobs = HostLogprobs(rows[:, : self._width], self._values(rows.view(np.float32)), rows[:, self._width])
+        return words[:num_rows].view(np.int32).reshape(num_rows, 2), logprobs

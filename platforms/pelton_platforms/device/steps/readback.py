@@ -24,7 +24,7 @@ from pelton.sampling.tails import Logits, Pool, Sample, Tail, Verify
 from pelton.worker.batch_state import NO_LOGPROBS
 from pelton.worker.pending import PendingOutput
 from pelton_platforms.device.steps.batch_state import BatchState
-from pelton_platforms.device.steps.packed_logprobs import on_host
+from pelton_platforms.device.steps.packed_logprobs import PackedResults
 from pelton_platforms.device.steps.step_plan import Ints
 
 if TYPE_CHECKING:
@@ -109,12 +109,13 @@ class StepOutput(PendingOutput):
     output: ModelOutput  # filled in by `result`
     num_rows: int
     rows: Ints  # [r]
-    # What the tail gave: tokens and codes [r, 2], then logprobs; what `Verify` left; a tensor of each row that was pooled;
+    # What the tail gave: tokens and codes [r, 2], then logprobs, or both packed; what `Verify` left; a tensor of each row that was pooled;
     # after `Logits` tokens [r, 1 + K], accepted [r], codes [r], then logprobs. At the end what `prompt_logprobs` has
     # on the device.
     tail: Tail | None
     copies: HostCopies
     prompt_logprobs: PromptLogprobs | None = None
+    packed: PackedResults | None = None  # tokens and logprobs came as one
     errors: dict[int, str] = field(default_factory=dict)  # by row: what was wrong with the request itself
     has_logprobs: bool = False
     num_logprobs: Ints | None = None  # [r]
@@ -157,8 +158,11 @@ class StepOutput(PendingOutput):
         self.output.prompt_logprobs = dict(zip([part[0] for part in parts], found, strict=True))
         return arrays
 
-    def _take_sampled(self, columns: np.ndarray, *logprobs: np.ndarray) -> None:
+    def _take_sampled(self, columns: np.ndarray, *parts: np.ndarray) -> None:
         """Take one token for each row that samples."""
+        logprobs = HostLogprobs(*parts) if parts else None
+        if self.packed is not None:
+            columns, logprobs = self.packed.on_host(columns, len(self.rows))
         output, tokens = self.output, columns[:, 0].tolist()
         rows, good = self.rows, np.ones(len(tokens), dtype=bool)
         if len(tokens) == self.num_rows and not self.errors and not columns[:, 1].any():
@@ -169,11 +173,10 @@ class StepOutput(PendingOutput):
                 good[index] = self._is_good(row, int(columns[index, 1]))
                 if good[index]:
                     output.token_ids[row] = [tokens[index]]
-        if logprobs:
+        if logprobs is not None:
             assert self.num_logprobs is not None
             wanting = np.flatnonzero(good & (self.num_logprobs != NO_LOGPROBS))
-            host = HostLogprobs(*logprobs) if len(logprobs) == 3 else on_host(*logprobs)
-            found = host.by_position(wanting, self.num_logprobs[wanting])
+            found = logprobs.by_position(wanting, self.num_logprobs[wanting])
             output.logprobs = dict(zip(rows[wanting].tolist(), found, strict=True))
 
     def _take_verified(self, columns: np.ndarray) -> None:
@@ -238,17 +241,22 @@ class Readback:
     ) -> StepOutput:
         """Queue the copy of what the tail gave for `rows` [r] of these slots; after `Logits` not these are given, but what
         `StepSampler` made of them."""
-        host, tensors = self._state.host, list[Tensor]()
+        host, tensors, packed = self._state.host, list[Tensor](), None
         has_logprobs = isinstance(tail, Sample) and tail.variant.has_logprobs
         if isinstance(tail, Pool):
             is_there = [tensor is not None for tensor in given]
             rows, tensors = rows[is_there], [tensor.float() for tensor in given if tensor is not None]
             if len({tensor.shape for tensor in tensors}) == 1:
                 tensors = [torch.stack(tensors)]  # one copy in place of one for each row
+        elif has_logprobs and isinstance(tail, Sample):
+            packed = self._ops.packed
+            tensors = (
+                [given, *self._ops.logprobs.part(0, len(rows)).tensors()]
+                if packed is None
+                else [packed.words(len(rows))]
+            )
         elif isinstance(tail, Sample | Verify):
             tensors.append(given)
-            if has_logprobs:
-                tensors += self._ops.logprobs_to_read(len(rows))
         elif tail is not None:
             tensors, has_logprobs = given.tensors(), given.logprobs is not None
         if prompt_logprobs is not None and prompt_logprobs.tensors is not None:
@@ -262,6 +270,7 @@ class Readback:
             copies=HostCopies(tensors, self._pool, self._state.device),
             prompt_logprobs=prompt_logprobs,
             errors={row: errors[slot] for row, slot in enumerate(output.slots) if slot in errors} if errors else {},
+            packed=packed,
             has_logprobs=has_logprobs,
             num_logprobs=host.num_logprobs[slots] if has_logprobs else None,
             first_logprob=given.first_logprob if isinstance(tail, Logits) else None,

@@ -27,7 +27,7 @@ from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.tails import FULL, GREEDY, Variant
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_platforms.device.steps.batch_state import BatchState
-from pelton_platforms.device.steps.packed_logprobs import rows_of_logprobs
+from pelton_platforms.device.steps.packed_logprobs import PackedResults
 from pelton_platforms.device.steps.reference_step import ReferencePrepareInputs
 from pelton_platforms.device.steps.step_adapters import StepAdapters
 from pelton_platforms.device.steps.step_shapes import uncached_metadata
@@ -50,7 +50,7 @@ class StepOps:
         self._ops, self._state, self._buffers = ops, state, buffers
         self._sample: dict[Variant, SampleOp] = {}
         self._logprobs: LogprobTensors | None = None
-        self._logprob_words: Tensor | None = None
+        self._packed: PackedResults | None = None
         self._prompt_logprobs: Logprobs | None = None
         self._mask: tuple[Tensor, Tensor] | None = None
         self.drafts: StepDrafts | None = None
@@ -160,14 +160,14 @@ class StepOps:
             if self._state.device.type == "cpu":  # where nothing is copied
                 self._logprobs = LogprobTensors.make(*size)
             else:
-                self._logprobs, self._logprob_words = rows_of_logprobs(*size)
+                self._packed = PackedResults(*size)
+                self._logprobs = self._packed.logprobs
         return self._logprobs
 
-    def logprobs_to_read(self, num_rows: int) -> list[Tensor]:
-        """Return those of the first rows: words of `packed_logprobs`, or the columns."""
-        if self._logprob_words is None:
-            return self.logprobs.part(0, num_rows).tensors()
-        return [self._logprob_words[:num_rows]]
+    @property
+    def packed(self) -> PackedResults | None:
+        """Where tokens and logprobs of a step lie side by side; None: the device is the host."""
+        return self._packed if self.logprobs is not None else None
 
     @property
     def prompt_logprobs(self) -> Logprobs:

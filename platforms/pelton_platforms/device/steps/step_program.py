@@ -180,7 +180,10 @@ class StepProgram:
             drafts.verify(tail.variant, logits, inputs.sample_slots, num_draft, result)
             return result
         assert isinstance(tail, Sample)
-        if result is None:
+        packed = self.ops.packed if tail.variant.has_logprobs else None
+        if packed is not None:
+            result = packed.result[:rows]
+        elif result is None:
             result = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self.ops.sample(tail.variant)(logits, inputs.sample_slots, result)
         return result

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pelton.sampling.logprobs import HostLogprobs
-from pelton_platforms.device.steps import packed_logprobs
+from pelton_platforms.device.steps.packed_logprobs import PackedResults
 from pelton_platforms.device.steps.readback import HostCopies, HostPool
 
 
@@ -84,15 +84,17 @@ def test_copies_of_many_results_in_flight_do_not_mix():
 
 
 @pytest.mark.parametrize("most", [0, 1, 4, 5, 20])
-def test_logprobs_of_a_row_lie_side_by_side(most):
-    """So that those of some rows are one copy, without a pass that gathers them."""
-    columns, words = packed_logprobs.rows_of_logprobs(6, most, torch.device("cpu"))
-    assert words.is_contiguous() and words[:3].is_contiguous()
+def test_tokens_and_logprobs_of_a_step_are_one_copy(most):
+    packed = PackedResults(6, most, torch.device("cpu"))
+    tokens = torch.arange(12, dtype=torch.int32).view(6, 2) - 5
     parts = torch.arange(6 * (1 + most)).view(6, -1), torch.randn(6, 1 + most), torch.arange(6) - 3
-    for column, part in zip(columns.tensors(), parts, strict=True):
+    for column, part in zip((packed.result, *packed.logprobs.tensors()), (tokens, *parts), strict=True):
         assert column.shape == part.shape and column.dtype == part.dtype
         column.copy_(part)
-    found = packed_logprobs.on_host(words[:3].numpy())
+    words = packed.words(3)
+    assert words.is_contiguous()
+    result, found = packed.on_host(words.numpy().copy(), 3)
+    assert result.tolist() == tokens[:3].tolist()
     for column, part in zip((found.token_ids, found.logprobs, found.ranks), parts, strict=True):
         assert column.tolist() == part[:3].tolist()
     assert found.packed([2, 0], -1) == HostLogprobs(*(part.numpy() for part in parts)).packed([2, 0], -1)

@@ -258,23 +258,23 @@ def _between(low, high, low_count, high_count, wanted, turn):
 
 
 @triton.jit
-def _room_threshold(keys, least, best, wanted, ROOM: tl.constexpr):
-    """keys of groups -> (t, groups at or above it): at most ROOM, and where that can be, `wanted` at least; t >= `least`."""
+def _room_threshold(keys, least, best, wanted, room):
+    """keys of groups -> (t, groups at or above it): at most `room`, and where that can be, `wanted` at least; t >= `least`."""
     lowest = tl.min(tl.where(keys > LOWEST_KEY, keys, best), 0)
     count = tl.sum((keys >= least).to(tl.int32), 0)
     low, high = least.to(tl.int64), best.to(tl.int64) + 1
     above = tl.zeros([], tl.int32)
-    if count <= ROOM:
+    if count <= room:
         high = low
         above = count
     else:
         low = tl.maximum(low, lowest.to(tl.int64))
     turn = tl.zeros([], tl.int32)
-    middle_of_room = (wanted + ROOM).to(tl.float32) / 2
+    middle_of_room = (wanted + room).to(tl.float32) / 2
     while (high - low > 1) & (above < wanted):
         middle = _between(low, high, count.to(tl.float32), above.to(tl.float32), middle_of_room, turn)
         found = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
-        if found > ROOM:
+        if found > room:
             low = middle
             count = found
         else:
@@ -319,6 +319,53 @@ def _nucleus_key(keys, needed):
 
 
 @triton.jit
+def _token_of_few(
+    threshold, count, has_all, least, top, warmth, most_k, most_p, number, row_logits, group_ids, scratch,
+    V: tl.constexpr, GROUPS: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """As `pick_kernel` goes on with a top_k of FEW or less: (whether it was settled, the token). What may stay lies in `count` groups, FEW
+    at most, and is gathered once more, so that a thread has one token. Not settled where equal ones are more.
+    group_ids [FEW] int32, scratch [FEW] int64."""
+    token = tl.zeros([], tl.int32)
+    slot, lane = tl.arange(0, FEW), tl.arange(0, GROUP)
+    ids = tl.load(group_ids + slot, mask=slot < count, other=GROUPS)
+    place = ids[:, None] * GROUP + lane[None, :]
+    values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
+    scaled = tl.div_rn(values, warmth)
+    own_keys = order_key(values)
+    is_kept = (own_keys >= threshold) & (own_keys > MINUS_INF_KEY) & (scaled >= least)
+    own_keys = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
+    lowest = tl.full([], MINUS_INF_KEY, tl.int32)
+    cut, num = _room_threshold(
+        tl.reshape(own_keys, [FEW * GROUP], can_reorder=True), lowest, order_key(top), most_k.to(tl.int32), FEW
+    )
+    is_settled = (num >= most_k) | (has_all & (cut == lowest))
+    if is_settled:
+        is_in = own_keys >= cut
+        inside = tl.sum(is_in.to(tl.int32), 1)
+        first = tl.cumsum(inside, 0) - inside
+        at = first[:, None] + tl.cumsum(is_in.to(tl.int32), 1) - 1
+        packed = (own_keys.to(tl.int64) << 32) | (slot[:, None] * GROUP + lane[None, :]).to(tl.int64)
+        tl.store(scratch + at, packed, mask=is_in)
+        tl.debug_barrier()
+        packed = tl.load(scratch + slot, mask=slot < num, other=-9223372036854775807)
+        few = (packed >> 32).to(tl.int32)  # the lowest key where there is none
+        if num > most_k:
+            cut = _kth_key(few, most_k.to(tl.int32), num, cut, order_key(top))
+        weights = tl.where(few >= cut, tl.exp(key_value(few) - top), 0.0)
+        if most_p < 1.0:
+            needed = (most_p.to(tl.float64) * tl.sum(weights.to(tl.float64), 0)).to(tl.float32)
+            bits = weights.to(tl.int32, bitcast=True)
+            weights = tl.where(bits >= _nucleus_key(bits, needed), weights, 0.0)
+        running = tl.cumsum(weights.to(tl.float64), 0)
+        chosen = tl.sum((running <= number * tl.max(running, 0)).to(tl.int32), 0)
+        chosen = tl.minimum(chosen, tl.max(tl.where(weights > 0, slot, 0), 0))
+        found = tl.sum(tl.where(slot == chosen, (packed & 0x7FFFFFFF).to(tl.int32), 0), 0)
+        token = tl.load(group_ids + found // GROUP) * GROUP + found % GROUP
+    return is_settled, token
+
+
+@triton.jit
 def pick_kernel(
     logits,
     slots,
@@ -334,6 +381,7 @@ def pick_kernel(
     chunk_sum,
     group_best,
     group_ids,
+    few,
     is_wide,
     facts,
     totals,
@@ -362,14 +410,15 @@ def pick_kernel(
     CHUNKS: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     ROOM: tl.constexpr,
+    FEW: tl.constexpr,
     CUTS: tl.constexpr,
     NUM_LOGPROBS: tl.constexpr,
     MAY_CHANGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """With NUM_LOGPROBS, not negative, n programs more: each lists the alternatives of a row, beside the one that picks its token.
-    group_ids [n, ROOM] int32: scratch. is_wide [n] int32: 1 for a row with a nucleus and no other filter that is left to
-    `sampling_nucleus`, 2 for a row left to `wide_kernel`. Of rows with 1: facts [n, 4] float64: the best logit over the
+    group_ids [n, ROOM] int32, few [n, FEW] int64: scratch. is_wide [n] int32: 1 for a row with a nucleus and no other filter that is
+    left to `sampling_nucleus`, 2 for a row left to `wide_kernel`. Of rows with 1: facts [n, 4] float64: the best logit over the
     temperature, what weights have to sum to, the logarithm of the least weight, the temperature; totals [n, 2, CUTS] zeros."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
@@ -430,62 +479,76 @@ def pick_kernel(
             tl.store(is_wide + row, 1)
         else:
             is_known = tl.full([], 1, tl.int1)
+            token = tl.zeros([], tl.int32)
+            is_few = tl.full([], 0, tl.int1)
             slot_of_group = tl.arange(0, ROOM)
             threshold = tl.full([], MINUS_INF_KEY, tl.int32)
             least_key = threshold
             least = top
+            count = tl.zeros([], tl.int32)
             if is_filtered:
                 # Below what min_p keeps, by more than the rounding of products and logarithm: the filter itself follows.
                 least = tl.where(least_p > 0, top + tl.log(least_p), -float("inf"))
                 margin = 1e-5 * (tl.abs(least) + tl.abs(top))
                 least_key = tl.where(least_p > 0, order_key((least - margin) * warmth), MINUS_INF_KEY)
+                # As many groups as a small top_k has tokens have all of these.
+                is_small = most_k <= FEW
                 wanted = tl.where(most_k < V, tl.minimum(tl.maximum(most_k, ROOM * 5 // 8), ROOM), ROOM * 5 // 8)
-                threshold, count = _room_threshold(keys, least_key, best, wanted.to(tl.int32), ROOM)
+                wanted = tl.where(is_small, most_k, wanted).to(tl.int32)
+                threshold, count = _room_threshold(keys, least_key, best, wanted, tl.where(is_small, FEW, ROOM))
                 is_taken = keys >= threshold
-                at = tl.cumsum(is_taken.to(tl.int32), 0) - 1
-                tl.store(group_ids + row * ROOM + at, groups, mask=is_taken)
+                tl.store(group_ids + row * ROOM + tl.cumsum(is_taken.to(tl.int32), 0) - 1, groups, mask=is_taken)
                 tl.debug_barrier()
-                ids = tl.load(group_ids + row * ROOM + slot_of_group, mask=slot_of_group < count, other=GROUPS)
-                target = number
-            else:
-                chunk, target = pick_chunk(sums, tl.where(is_random, number, 0.0), CHUNKS_BLOCK)
-                ids = tl.where(slot_of_group < CHUNK_GROUPS, chunk * CHUNK_GROUPS + slot_of_group, GROUPS)
-            place = ids[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-            values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
-            own_keys = order_key(values)
-            scaled = tl.div_rn(values, warmth)
-            is_kept = own_keys >= tl.where(is_random, threshold, best)
-            if is_filtered:
-                is_kept = is_kept & (own_keys > MINUS_INF_KEY) & (scaled >= least)
-            own_keys = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
-            has_all = threshold <= least_key
-            if is_filtered & (most_k < V):
-                kept_keys = tl.reshape(own_keys, [ROOM * GROUP], can_reorder=True)
-                highest = order_key(top)
-                lowest = tl.min(tl.where(kept_keys > LOWEST_KEY, kept_keys, highest), 0)
-                num_kept = tl.sum((kept_keys > LOWEST_KEY).to(tl.int32), 0)
-                if num_kept >= most_k:
-                    lowest = _kth_key(kept_keys, most_k.to(tl.int32), num_kept, lowest, highest)
-                    has_all = tl.full([], 1, tl.int1)
-                own_keys = tl.where(own_keys >= lowest, own_keys, LOWEST_KEY)
-            weights = tl.where(is_random, tl.exp(key_value(own_keys) - top), 1.0)
-            weights = tl.where(own_keys > LOWEST_KEY, weights, 0.0)
-            if is_filtered:
-                is_known = has_all
-                if most_p < 1.0:
-                    # By weights: exp makes some logits equal, and ties are kept.
-                    mass = tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
-                    # Without top_k and min_p the nucleus may be known although not every token is.
-                    needed = tl.where(has_all, most_p.to(tl.float64) * mass, needed_sum).to(tl.float32)
-                    is_known = has_all | (is_nucleus & (mass >= needed))
-                    if is_known:
-                        bits = weights.to(tl.int32, bitcast=True)
-                        least_bits = _nucleus_key(tl.reshape(bits, [ROOM * GROUP], can_reorder=True), needed)
-                        weights = tl.where(bits >= least_bits, weights, 0.0)
-                target = number * tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
+                if is_small:
+                    is_few, token = _token_of_few(
+                        threshold, count, threshold <= least_key, least, top, warmth, most_k, most_p, number, row_logits,
+                        group_ids + row * ROOM, few + row * FEW, V, GROUPS, FEW,
+                    )  # fmt: skip
+            if not is_few:
+                if is_filtered:
+                    ids = tl.load(group_ids + row * ROOM + slot_of_group, mask=slot_of_group < count, other=GROUPS)
+                    target = number
+                else:
+                    chunk, target = pick_chunk(sums, tl.where(is_random, number, 0.0), CHUNKS_BLOCK)
+                    ids = tl.where(slot_of_group < CHUNK_GROUPS, chunk * CHUNK_GROUPS + slot_of_group, GROUPS)
+                place = ids[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+                values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
+                own_keys = order_key(values)
+                scaled = tl.div_rn(values, warmth)
+                is_kept = own_keys >= tl.where(is_random, threshold, best)
+                if is_filtered:
+                    is_kept = is_kept & (own_keys > MINUS_INF_KEY) & (scaled >= least)
+                own_keys = tl.where(is_kept, order_key(scaled), LOWEST_KEY)
+                has_all = threshold <= least_key
+                if is_filtered & (most_k < V):
+                    kept_keys = tl.reshape(own_keys, [ROOM * GROUP], can_reorder=True)
+                    highest = order_key(top)
+                    lowest = tl.min(tl.where(kept_keys > LOWEST_KEY, kept_keys, highest), 0)
+                    num_kept = tl.sum((kept_keys > LOWEST_KEY).to(tl.int32), 0)
+                    if num_kept >= most_k:
+                        lowest = _kth_key(kept_keys, most_k.to(tl.int32), num_kept, lowest, highest)
+                        has_all = tl.full([], 1, tl.int1)
+                    own_keys = tl.where(own_keys >= lowest, own_keys, LOWEST_KEY)
+                weights = tl.where(is_random, tl.exp(key_value(own_keys) - top), 1.0)
+                weights = tl.where(own_keys > LOWEST_KEY, weights, 0.0)
+                if is_filtered:
+                    is_known = has_all
+                    if most_p < 1.0:
+                        # By weights: exp makes some logits equal, and ties are kept.
+                        mass = tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
+                        # Without top_k and min_p the nucleus may be known although not every token is.
+                        needed = tl.where(has_all, most_p.to(tl.float64) * mass, needed_sum).to(tl.float32)
+                        is_known = has_all | (is_nucleus & (mass >= needed))
+                        if is_known:
+                            bits = weights.to(tl.int32, bitcast=True)
+                            least_bits = _nucleus_key(tl.reshape(bits, [ROOM * GROUP], can_reorder=True), needed)
+                            weights = tl.where(bits >= least_bits, weights, 0.0)
+                    target = number * tl.sum(tl.sum(weights, 1).to(tl.float64), 0)
+                if is_known:
+                    token = pick_token(weights, ids, target, ROOM, GROUP)
             tl.store(is_wide + row, tl.where(is_known, 0, tl.where(is_nucleus, 1, 2)))
             if is_known:
-                token = tl.minimum(pick_token(weights, ids, target, ROOM, GROUP), V - 1)
+                token = tl.minimum(token, V - 1)
                 finish_row(
                     row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
                 )  # fmt: skip

@@ -137,6 +137,7 @@ class _Scratch:
         self.chunk_sum = zeros(self.chunks, dtype=torch.float64)
         self.group_best = zeros(self.groups)
         self.group_ids = zeros(_ROOM)
+        self.few = zeros(_ROOM // 2, dtype=torch.int64)
         self.is_wide = zeros()
         self.facts = zeros(4, dtype=torch.float64)
         self.totals = zeros(2, CUTS, dtype=torch.int64)
@@ -220,11 +221,11 @@ class _Full:
             pick_kernel, (len(slots) * (1 if target is None else 2),),
             logits, slots, result, *state.sampling.values(),
             state.seeds, scratch.chunk_best, scratch.chunk_least, self._raw.best, scratch.chunk_sum, scratch.group_best,
-            scratch.group_ids, scratch.is_wide, scratch.facts, scratch.totals, state.token_ids, state.num_computed_tokens,
+            scratch.group_ids, scratch.few, scratch.is_wide, scratch.facts, scratch.totals, state.token_ids, state.num_computed_tokens,
             state.side_slots, state.side.counts, state.side.touched, state.num_logprobs, raw_logits, raw.is_kept, raw.is_changed,
             raw.sum, raw.group_best, *lists, logits.stride(0), state.token_ids.stride(0), ids, values, state.padding_slot,
             NUM_LOGPROBS=-1 if target is None else self._num_logprobs, GROUPS=scratch.groups,
-            GROUPS_BLOCK=triton.next_power_of_2(scratch.groups), ROOM=_ROOM, CUTS=CUTS,
+            GROUPS_BLOCK=triton.next_power_of_2(scratch.groups), ROOM=_ROOM, FEW=_ROOM // 2, CUTS=CUTS,
             MAY_CHANGE=self._may_change, num_warps=_PICK_WARPS, maxnreg=_PICK_REGISTERS, **self._sizes,
         )  # fmt: skip
 
