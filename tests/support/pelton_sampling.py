@@ -46,10 +46,12 @@ def add(
     state.add([new])
 
 
-def bind(state: BatchState, op: Any, *, variant: str = "full", num_logprobs: int = 0, **tensors: Any) -> Any:
+def bind(
+    state: BatchState, op: Any, *, variant: str = "full", num_logprobs: int = 0, has_nuclei: bool = True, **tensors: Any
+) -> Any:  # fmt: skip
     needs = SampleNeeds(
         vocab_size=state.vocab_size, max_num_seqs=state.max_num_seqs, variant=variant, has_mask="mask" in tensors,
-        num_logprobs=num_logprobs,
+        num_logprobs=num_logprobs, has_nuclei=has_nuclei,
     )  # fmt: skip
     assert op.unsupported(needs) == []
     return op.bind(needs, SampleTensors(state=state, **tensors))

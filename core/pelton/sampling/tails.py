@@ -13,10 +13,10 @@ from dataclasses import dataclass
 class Variant:
     """Features of the `sample` op that the rows of a step ask for, at most."""
 
-    is_greedy: bool = False
-    """Every row takes its best token. False: each samples by its parameters and side tables, greedy rows among them."""
+    is_greedy: bool = False  # every row takes its best token; False: each samples by its parameters and side tables
     has_mask: bool = False  # grammars
     has_logprobs: bool = False
+    has_nuclei: bool = True  # rows may have a top_p without top_k and min_p
 
     def __str__(self) -> str:
         extras = [word for word, is_asked in (("masks", self.has_mask), ("logprobs", self.has_logprobs)) if is_asked]
@@ -29,7 +29,6 @@ class Variant:
 
 GREEDY = Variant(is_greedy=True)
 FULL = Variant()
-LOGPROBS = Variant(has_logprobs=True)
 
 only_best: ContextVar[bool] = ContextVar("pelton_only_best", default=False)
 """Set while `add_norm_logits` is called for rows whose `sample` op is greedy and has an attribute `takes_best = True`: both are of

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pelton.sampling.tails import FULL, LOGPROBS, Sample, Variant, Verify
+from pelton.sampling.tails import FULL, Sample, Variant, Verify
 from pelton.worker.inputs import StepShape
 from pelton_platforms.device.graphs.capture_plan import CapturePlan
 from pelton_platforms.device.graphs.dispatcher import default_sizes
@@ -21,7 +21,7 @@ from pelton_platforms.device.steps.step_shapes import padding_shape
 _SHORT = 16
 _PROMPTS = (_SHORT, 64, 256, 1024, 2048, 4096, 8192)
 """Tokens of prompts: attention, and what lies between two layers, have kernels for few and for many."""
-_RARE = (LOGPROBS, Variant(has_mask=True), Variant(has_mask=True, has_logprobs=True))
+_RARE = (Variant(has_logprobs=True), Variant(has_mask=True), Variant(has_mask=True, has_logprobs=True))
 """Variants of sampling that no graph is captured with at the start."""
 
 

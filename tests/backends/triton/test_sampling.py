@@ -234,6 +234,43 @@ def test_a_large_top_k_beside_what_min_p_drops(device, monkeypatch):
     assert got == want
 
 
+@pytest.mark.parametrize("kind, num_wide", [
+    pytest.param("random", 0, id="random"),
+    pytest.param("ties", 10, id="more-equal-tokens-than-room"),
+    pytest.param("few", 0, id="fewer-tokens-than-top-k"),
+    pytest.param("rounded", None, id="some-equal-tokens"),
+])  # fmt: skip
+def test_rows_with_a_top_k_need_no_kernels_for_nuclei(device, kind, num_wide):
+    """Around the most that a thread each is there for, beside other filters; without the launches that such rows never need."""
+    most = at_size(device, 16, 128)
+    vocab, generator = at_size(device, 2_999, 60_001), torch.Generator().manual_seed(11)
+    cases = [
+        (k, p, m)
+        for k in (1, 2, most - 1, most, most + 1)
+        for p, m in ((1.0, 0.0), (0.9, 0.0), (0.4, 0.0), (0.9, 0.02))
+    ]
+    state = make_state(device, vocab, len(cases))
+    for slot, (top_k, top_p, min_p) in enumerate(cases):
+        params = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": (1.0, 0.6, 1.9)[slot % 3]}
+        add(state, slot, [1, 2], seed=900 + slot, **params)
+    other, slots = copy_of(state), list(range(len(cases)))
+    logits = torch.randn(len(cases), vocab, generator=generator) * 2
+    if kind == "ties":
+        logits = (logits > 0.2).float()
+    elif kind == "rounded":
+        logits = logits.bfloat16().float()
+    elif kind == "few":
+        logits[torch.rand(logits.shape, generator=generator) < 1 - 4 / vocab] = -INF
+        logits[:, 7] = 0.0
+    op = bind(state, has_nuclei=False)
+    assert run(op, logits.to(device), slots) == run(bind(other, ReferenceSample), logits, slots)
+    assert_same_state(state, other)
+    if num_wide is not None:
+        left = op._scratch.is_wide.tolist()
+        assert sum(code != 0 for code in left) >= num_wide and 1 not in left
+        assert num_wide or not any(left)
+
+
 @pytest.mark.parametrize("kind, is_settled", [
     pytest.param("flat", True, id="found-among-what-was-gathered"),
     pytest.param("outlier", True, id="one-token-far-above-a-flat-rest"),

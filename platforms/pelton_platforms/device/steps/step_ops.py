@@ -133,7 +133,7 @@ class StepOps:
             needs = SampleNeeds(
                 vocab_size=self._state.vocab_size, max_num_seqs=self._state.max_num_seqs,
                 variant="greedy" if variant.is_greedy else "full", has_mask=variant.has_mask,
-                num_logprobs=self.num_logprobs if variant.has_logprobs else 0,
+                num_logprobs=self.num_logprobs if variant.has_logprobs else 0, has_nuclei=variant.has_nuclei,
             )  # fmt: skip
             tensors = SampleTensors(
                 self._state,

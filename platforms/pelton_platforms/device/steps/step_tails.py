@@ -50,7 +50,9 @@ class TailChooser:
         wanted = host.num_logprobs[slots]
         if (wanted == ALL_LOGPROBS).any() or wanted.max() > self._ops.num_logprobs:
             return None
-        return Variant(has_mask=has_masks, has_logprobs=bool((wanted != NO_LOGPROBS).any()))
+        if (wanted == NO_LOGPROBS).all():
+            return Variant(has_mask=True) if has_masks else FULL
+        return Variant(has_mask=has_masks, has_logprobs=True, has_nuclei=self._has_nuclei(slots))
 
     def of_decode(self, slots: Ints, num_draft: Ints | None, *, has_masks: bool) -> Tail:
         """The tail of a captured step in which each row takes one token behind its last, or behind its drafts. `LOGITS` too while
@@ -82,6 +84,14 @@ class TailChooser:
             is_plain = is_plain and not self._has_processors(plan.sample_slots)
             variant = GREEDY if is_plain and not self._state.host.temperature[plan.sample_slots].any() else None
         return LOGITS if variant is None else _sample(variant)
+
+    def _has_nuclei(self, slots: Ints) -> bool:
+        """Return whether some row has a top_p without top_k and min_p. Asked where no graph is captured beforehand, so that what there are
+        no rows for is left out of one more: five launches that would end at once."""
+        host = self._state.host
+        filters = {name: column[slots] for name, column in host.sampling.items()}
+        is_alone = (filters["top_k"] >= self._state.vocab_size) & (filters["min_p"] <= 0)
+        return bool(((host.temperature[slots] > 0) & (filters["top_p"] < 1) & is_alone).any())
 
     def _has_processors(self, slots: Ints) -> bool:
         processors = self._state.host.processors

@@ -154,8 +154,8 @@ def scan_kernel(
     LENGTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """chunk_best [n, CHUNKS] int32 keys; chunk_least float32: the least finite logit; chunk_sum float64; group_best [n, GROUPS]
-    int32 keys: of the logits as masks and side tables change them, in place.
+    """chunk_best [n, CHUNKS] int32 keys; chunk_least float32: the least finite logit; chunk_sum float64: both of rows without
+    top_k and min_p; group_best [n, GROUPS] int32 keys: all of the logits as masks and side tables change them, in place.
     raw_best: of the logits before, for rows with a mask or side tables (is_changed [n] int32, with logprobs), else as
     chunk_best. For rows with logprobs raw_sum (at temperature 1) and raw_group_best, of the logits before; groups that are
     changed are kept in `raw_logits`, and is_raw_group [n, GROUPS] int8 says which."""
@@ -238,12 +238,13 @@ def scan_kernel(
     if HAS_SIDE or HAS_MASK or HAS_LOGPROBS:
         tl.store(raw_best + at, raw)
     if warmth > 0:
-        tl.store(chunk_sum + at, exp_sum(values, best, LOG2_E / warmth))
-        has_nucleus = most_p < 1.0
-        if has_nucleus:
+        is_bounded = (most_k < V) | (least_p > 0.0)  # then sums of all weights tell nothing
+        if not is_bounded:
+            tl.store(chunk_sum + at, exp_sum(values, best, LOG2_E / warmth))
+        if (most_p < 1.0) & (is_bounded == 0):
             finite = tl.where(values > -float("inf"), values, float("inf"))
             tl.store(chunk_least + at, tl.min(tl.min(finite, 1), 0))
-        if has_nucleus | (most_k < V) | (least_p > 0.0):
+        if (most_p < 1.0) | is_bounded:
             tl.store(group_best + groups_at, keys, mask=group < GROUPS)
 
 
@@ -491,6 +492,7 @@ def pick_kernel(
                 least = tl.where(least_p > 0, top + tl.log(least_p), -float("inf"))
                 margin = 1e-5 * (tl.abs(least) + tl.abs(top))
                 least_key = tl.where(least_p > 0, order_key((least - margin) * warmth), MINUS_INF_KEY)
+                least_key = tl.maximum(least_key, MINUS_INF_KEY + 1)  # groups that a mask leaves nothing of take no room
                 # As many groups as a small top_k has tokens have all of these.
                 is_small = most_k <= FEW
                 wanted = tl.where(most_k < V, tl.minimum(tl.maximum(most_k, ROOM * 5 // 8), ROOM), ROOM * 5 // 8)

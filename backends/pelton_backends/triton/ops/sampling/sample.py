@@ -152,12 +152,12 @@ _scratch_of: WeakKeyDictionary[BatchTensors, _Scratch] = WeakKeyDictionary()
 
 
 class _Full:
-    """Two launches, five more that end at once where no row's filters keep many tokens, and one for logprobs."""
+    """Two launches, five more that end at once where no row's filters keep many tokens (one where none has a nucleus), one for logprobs."""
 
     def __init__(self, needs: SampleNeeds, tensors: SampleTensors) -> None:
         device = tensors.state.device
         self._state, self._vocab_size = tensors.state, needs.vocab_size
-        self._mask = tensors.mask
+        self._mask, self._has_nuclei = tensors.mask, needs.has_nuclei
         self._logprobs, self._num_logprobs = tensors.logprobs, needs.num_logprobs
         if tensors.state not in _scratch_of:
             _scratch_of[tensors.state] = _Scratch(needs.max_num_seqs, needs.vocab_size, device)
@@ -186,6 +186,8 @@ class _Full:
         self._scan(logits, raw_logits, slots)
         self._pick(logits, raw_logits, slots, result)
         if self._scratch.groups > _ROOM:
+            if self._has_nuclei:
+                self._pick_of_nuclei(logits, slots, result)
             self._pick_of_many(logits, slots, result)
         if self._logprobs is not None:
             self._raw.pick(
@@ -229,8 +231,8 @@ class _Full:
             MAY_CHANGE=self._may_change, num_warps=_PICK_WARPS, maxnreg=_PICK_REGISTERS, **self._sizes,
         )  # fmt: skip
 
-    def _pick_of_many(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
-        """Rows that `_pick` has left."""
+    def _pick_of_nuclei(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
+        """Rows with a nucleus of many tokens that `_pick` has left."""
         state, scratch, num_rows = self._state, self._scratch, len(slots)
         nucleus = (scratch.is_wide, scratch.facts, scratch.totals)
         tile = {"V": self._vocab_size, "TILE": _CHUNK_GROUPS * GROUP, **self._options}
@@ -246,18 +248,25 @@ class _Full:
             logits, *nucleus, *spare, scratch.chunk_sum, logits.stride(0), CHUNKS=scratch.chunks, SPARE=_SPARE,
             WIDTH=_width(_GATHER_WARPS), num_warps=_GATHER_WARPS, maxnreg=_GATHER_REGISTERS, **tile,
         )  # fmt: skip
-        side = state.side
-        advanced = (state.token_ids, state.num_computed_tokens, state.side_slots, side.counts, side.touched)
-        strides = (logits.stride(0), state.token_ids.stride(0))
         launch(
             finish_kernel, (num_rows,),
             logits, slots, result, state.seeds, scratch.is_wide, scratch.facts, *spare, scratch.running,
-            scratch.chunk_sum, *advanced, *strides, SPARE=_SPARE, num_warps=_FINISH_WARPS, maxnreg=_FINISH_REGISTERS,
+            scratch.chunk_sum, *self._advanced(logits), SPARE=_SPARE, num_warps=_FINISH_WARPS, maxnreg=_FINISH_REGISTERS,
             **self._sizes,
         )  # fmt: skip
+
+    def _pick_of_many(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
+        """Rows that are left after that."""
+        state, scratch, num_rows = self._state, self._scratch, len(slots)
         launch(
             wide_kernel, (num_rows,),
             logits, slots, result, *state.sampling.values(), state.seeds, scratch.chunk_best,
-            scratch.spare, scratch.is_wide, *advanced, *strides, LANES=_LANES, SPARE=min(_SPARE, _WIDE_SPARE),
+            scratch.spare, scratch.is_wide, *self._advanced(logits), LANES=_LANES, SPARE=min(_SPARE, _WIDE_SPARE),
             num_warps=16, **self._sizes,
         )  # fmt: skip
+
+    def _advanced(self, logits: Tensor) -> tuple[Any, ...]:
+        """What the end of a row writes, and the strides."""
+        state, side = self._state, self._state.side
+        advanced = state.token_ids, state.num_computed_tokens, state.side_slots, side.counts, side.touched
+        return *advanced, logits.stride(0), state.token_ids.stride(0)
