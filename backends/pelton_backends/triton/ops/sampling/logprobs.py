@@ -125,8 +125,11 @@ def list_alternatives(
         best = tl.max(keys, 0)
         group = tl.min(tl.where(keys == best, groups, GROUPS_BLOCK), 0)
         place = group * GROUP + lane
-        source = _raw(row_logits, row_raw, row_is_kept, is_other, group, GROUPS, MAY_CHANGE)
-        own = order_key(tl.load(source + place, mask=place < V, other=-float("inf")))
+        values = tl.load(row_logits + place, mask=place < V, other=-float("inf"))
+        if MAY_CHANGE:  # both at once: to ask first which it is would be one more way to memory and back
+            raw = tl.load(row_raw + place, mask=(place < V) & is_other, other=-float("inf"))
+            values = tl.where(tl.load(row_is_kept + group, mask=is_other, other=0) != 0, raw, values)
+        own = order_key(values)
         after = tl.where(best == last_key, last, -1)  # equal ones were taken from the left
         last = tl.min(tl.where((own == best) & (place > after), place, V - 1), 0)
         last_key = best

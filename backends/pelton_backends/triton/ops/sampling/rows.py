@@ -320,6 +320,13 @@ def _nucleus_key(keys, needed):
 
 
 @triton.jit
+def _keys_of_part(scratch, start, num, PART: tl.constexpr):
+    index = start + tl.arange(0, PART)
+    packed = tl.load(scratch + index, mask=index < num, other=-9223372036854775807)
+    return (packed >> 32).to(tl.int32)
+
+
+@triton.jit
 def _token_of_few(
     threshold, count, has_all, least, top, warmth, most_k, most_p, number, row_logits, group_ids, scratch,
     V: tl.constexpr, GROUPS: tl.constexpr, FEW: tl.constexpr,
@@ -327,6 +334,7 @@ def _token_of_few(
     """As `pick_kernel` goes on with a top_k of FEW or less: (whether it was settled, the token). What may stay lies in `count` groups, FEW
     at most, and is gathered once more, so that a thread has one token. Not settled where equal ones are more.
     group_ids [FEW] int32, scratch [FEW] int64."""
+    PART: tl.constexpr = FEW if FEW < 32 else 32
     token = tl.zeros([], tl.int32)
     slot, lane = tl.arange(0, FEW), tl.arange(0, GROUP)
     ids = tl.load(group_ids + slot, mask=slot < count, other=GROUPS)
@@ -351,13 +359,23 @@ def _token_of_few(
         tl.debug_barrier()
         packed = tl.load(scratch + slot, mask=slot < num, other=-9223372036854775807)
         few = (packed >> 32).to(tl.int32)  # the lowest key where there is none
-        if num > most_k:
-            cut = _kth_key(few, most_k.to(tl.int32), num, cut, order_key(top))
+        # Each against each, a part at a time: to halve a range until the border is found takes some eight rounds of all threads.
+        above = tl.zeros([PART, FEW], tl.int32)
+        for start in tl.static_range(0, FEW, PART):
+            other = _keys_of_part(scratch, start, num, PART)
+            above += (other[:, None] > few[None, :]).to(tl.int32)
+        is_top = (slot < num) & (tl.sum(above, 0) < most_k)
+        cut = tl.min(tl.where(is_top, few, 0x7FFFFFFF), 0)
         weights = tl.where(few >= cut, tl.exp(key_value(few) - top), 0.0)
         if most_p < 1.0:
             needed = (most_p.to(tl.float64) * tl.sum(weights.to(tl.float64), 0)).to(tl.float32)
-            bits = weights.to(tl.int32, bitcast=True)
-            weights = tl.where(bits >= _nucleus_key(bits, needed), weights, 0.0)
+            heavier = tl.zeros([PART, FEW], tl.float32)
+            for start in tl.static_range(0, FEW, PART):
+                other = _keys_of_part(scratch, start, num, PART)
+                weight = tl.where(other >= cut, tl.exp(key_value(other) - top), 0.0)
+                # By weights: exp makes some logits equal, and ties are kept.
+                heavier += tl.where(weight[:, None] > weights[None, :], weight[:, None], 0.0)
+            weights = tl.where(tl.sum(heavier, 0) < needed, weights, 0.0)
         running = tl.cumsum(weights.to(tl.float64), 0)
         chosen = tl.sum((running <= number * tl.max(running, 0)).to(tl.int32), 0)
         chosen = tl.minimum(chosen, tl.max(tl.where(weights > 0, slot, 0), 0))
@@ -492,7 +510,9 @@ def pick_kernel(
                 least = tl.where(least_p > 0, top + tl.log(least_p), -float("inf"))
                 margin = 1e-5 * (tl.abs(least) + tl.abs(top))
                 least_key = tl.where(least_p > 0, order_key((least - margin) * warmth), MINUS_INF_KEY)
-                least_key = tl.maximum(least_key, MINUS_INF_KEY + 1)  # groups that a mask leaves nothing of take no room
+                least_key = tl.maximum(
+                    least_key, MINUS_INF_KEY + 1
+                )  # groups that a mask leaves nothing of take no room
                 # As many groups as a small top_k has tokens have all of these.
                 is_small = most_k <= FEW
                 wanted = tl.where(most_k < V, tl.minimum(tl.maximum(most_k, ROOM * 5 // 8), ROOM), ROOM * 5 // 8)
