@@ -16,7 +16,7 @@ from pelton.sampling.logprobs import HostLogprobs, LogprobTensors
 
 
 class PackedResults:
-    """Of at most `num_rows` rows, with `most` alternatives each."""
+    """Memory for the results of at most `num_rows` rows, with `most` alternatives each."""
 
     def __init__(self, num_rows: int, most: int, device: torch.device) -> None:
         self._num_rows, self._width = num_rows, 1 + most
@@ -31,11 +31,11 @@ class PackedResults:
         return self._width + 1 + (self._width + 1) // 2
 
     def _values(self, halves: Any) -> Any:
-        """The logprobs among a row's half words."""
+        """Return the logprobs among a row's half words."""
         return halves[:, 2 * (self._width + 1) :][:, : self._width]
 
     def words(self, num_rows: int) -> Tensor:
-        """What has the first rows, to be copied."""
+        """Return the part that has the first rows, to be copied."""
         return self._words[: self._num_rows + num_rows * self._row_words]
 
     def on_host(self, words: np.ndarray, num_rows: int) -> tuple[np.ndarray, HostLogprobs]:

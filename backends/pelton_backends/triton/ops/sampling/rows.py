@@ -331,7 +331,7 @@ def _token_of_few(
     threshold, count, has_all, least, top, warmth, most_k, most_p, number, row_logits, group_ids, scratch,
     V: tl.constexpr, GROUPS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """As `pick_kernel` goes on with a top_k of FEW or less: (whether it was settled, the token). What may stay lies in `count` groups, FEW
+    """Go on as `pick_kernel`, with a top_k of FEW or less: (whether it was settled, the token). What may stay lies in `count` groups, FEW
     at most, and is gathered once more, so that a thread has one token. Not settled where equal ones are more.
     group_ids [FEW] int32, scratch [FEW] int64."""
     PART: tl.constexpr = FEW if FEW < 32 else 32

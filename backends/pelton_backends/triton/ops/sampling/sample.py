@@ -266,7 +266,7 @@ class _Full:
         )  # fmt: skip
 
     def _advanced(self, logits: Tensor) -> tuple[Any, ...]:
-        """What the end of a row writes, and the strides."""
+        """Return what the end of a row writes, and the strides."""
         state, side = self._state, self._state.side
         advanced = state.token_ids, state.num_computed_tokens, state.side_slots, side.counts, side.touched
         return *advanced, logits.stride(0), state.token_ids.stride(0)
