@@ -10,6 +10,7 @@ from pelton.worker.inputs import InputBuffers
 from pelton_platforms.device.cache_scales import make_calculated_scales
 from pelton_platforms.device.kv_pool import KVPool, LayerCache
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.logit_shares import BestOfShares, LogitShares
 from pelton_platforms.device.steps.logits_processors import make_processors
 from pelton_platforms.device.steps.prompt_embeds import make_prompt_embeds
 from pelton_platforms.device.steps.stage_runners import stage_runner
@@ -40,11 +41,14 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
     state.host.processors = make_processors(loaded)
     buffers = InputBuffers(state, max_num_tokens=loaded.max_num_tokens, kernel_block_sizes=bound.kernel_block_sizes)
     step_ops = StepOps(ops, state, buffers)
-    step_ops.context = loaded.build.parallel.context
+    parallel = loaded.build.parallel
+    step_ops.context = parallel.context
+    if isinstance(parallel, LogitShares):
+        step_ops.shares = BestOfShares(parallel, state)
     _use_drafts(loaded, step_ops)
     if loaded.adapters is not None:
         loaded.adapters.by_row, step_ops.adapters = state.adapter_slots, loaded.adapters
-    runner = stage_runner(loaded.build.parallel.stages, num_parts)(
+    runner = stage_runner(parallel.stages, num_parts)(
         loaded.model, state, buffers, bound.backends, pool, step_ops, num_staging_parts=4 * num_parts,
         stream_wait=loaded.platform.stream_wait() if config.parallel.num_ranks == 1 else None,
     )  # fmt: skip

@@ -120,21 +120,24 @@ class ReferenceSample:
             metadata = _metadata(state, slots, positions, vocab_size, needs.variant)
             mask = None if tensors.mask is None else _unpack(tensors.mask, slots, is_row, vocab_size)
             token_ids, codes = sample(logits, metadata, mask)
-            token_ids = torch.where(is_row, token_ids, 0)
-            result[:, 0] = token_ids
-            result[:, 1] = torch.where(is_row, codes, 0)
             if raw is not None and tensors.logprobs is not None:
                 _write_logprobs(tensors.logprobs, gather_logprobs(raw, token_ids, needs.num_logprobs))
             if metadata.side is not None:
                 has_side = is_row & (state.side_slots[slots] >= 0)
                 state.side.count(metadata.side.side_slots, token_ids, has_side.to(torch.int32))
-            place = positions.clamp(max=state.max_model_len)
-            state.token_ids[slots, place] = torch.where(
-                is_row, token_ids.to(torch.int32), state.token_ids[slots, place]
-            )
-            state.num_computed_tokens.index_add_(0, slots, is_row.long())
+            advance(state, slots, token_ids, codes, result)
 
         return sample_rows
+
+
+def advance(state: BatchTensors, slots: Tensor, token_ids: Tensor, codes: Tensor, result: Tensor) -> None:
+    """Write what rows of these slots took, [n] int64 each, to `result` [n, 2] int32 and to the state."""
+    is_row = slots != state.padding_slot
+    result[:, 0] = torch.where(is_row, token_ids, 0)
+    result[:, 1] = torch.where(is_row, codes, 0)
+    place = (state.num_computed_tokens[slots] + 1).clamp(max=state.max_model_len)
+    state.token_ids[slots, place] = torch.where(is_row, token_ids.to(torch.int32), state.token_ids[slots, place])
+    state.num_computed_tokens.index_add_(0, slots, is_row.long())
 
 
 class ReferenceLogprobs:

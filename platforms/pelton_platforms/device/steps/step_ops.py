@@ -34,6 +34,7 @@ from pelton_platforms.device.steps.step_shapes import uncached_metadata
 
 if TYPE_CHECKING:
     from pelton.parallel.communicator import Communicator
+    from pelton_platforms.device.steps.logit_shares import BestOfShares
     from pelton_platforms.device.steps.step_drafts import StepDrafts
 
 NUM_LOGPROBS = 20
@@ -55,6 +56,7 @@ class StepOps:
         self._mask: tuple[Tensor, Tensor] | None = None
         self.drafts: StepDrafts | None = None
         self.context: Communicator | None = None  # ranks that share the KV cache, token by token; None: each keeps all
+        self.shares: BestOfShares | None = None  # for greedy rows; None: this rank has all logits
         self._adapters: StepAdapters | None = None
         needs = PrepareInputsNeeds(
             max_num_tokens=buffers.max_num_tokens,

@@ -9,6 +9,7 @@ step at fixed addresses, with sizes from the key.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pelton.attention.interface import AttentionBackend
     from pelton.attention.metadata import BatchDescriptor, ForwardBatch
     from pelton.model.interface import CausalLM, PooledRows, PoolingModel
+    from pelton.ops.interface import Sample as SampleOp
     from pelton.worker.inputs import StepShape
     from pelton.worker.step_kernel import StepKernel
     from pelton_platforms.device.steps.batch_state import BatchState
@@ -105,7 +107,10 @@ class StepProgram:
         if isinstance(tail, Pool):
             assert inputs.pooled is not None
             return cast("PoolingModel", self.model).pool(hidden, inputs.pooled)
-        return self._end_logits(key, inputs, self._compute_logits(key, inputs, hidden))
+        shares = self.ops.shares
+        with nullcontext() if shares is None or tail != Sample(GREEDY) else shares.kept():
+            logits = self._compute_logits(key, inputs, hidden)
+        return self._end_logits(key, inputs, logits)
 
     def _compute_logits(self, key: BatchDescriptor, inputs: StepInputs, hidden: Any) -> Tensor:
         """Return [n, V], whose memory may stay unwritten where `only_best` says so."""
@@ -117,6 +122,8 @@ class StepProgram:
 
     def _takes_best(self, tail: Tail | None) -> bool:
         """Return whether the tail reads each row's best token alone, and the model hands on the head's logits as they are."""
+        if self.ops.shares is not None:
+            return False  # the best of this rank is not that of all
         if tail == Sample(GREEDY):
             op = self.ops.sample(GREEDY)
         elif tail == Verify(GREEDY) and self.ops.drafts is not None:
@@ -169,7 +176,8 @@ class StepProgram:
             self._state.num_computed_tokens.index_add_(0, inputs.slots, inputs.num_unsampled)
 
     def end(self, tail: Tail, logits: Tensor, inputs: StepInputs) -> Tensor:
-        """From the logits to the tokens of the rows that sample, and the state that follows. logits may be overwritten."""
+        """From the logits, or this rank's share of greedy rows', to the tokens of the rows that sample, and the state that follows.
+        logits may be overwritten."""
         self.count(inputs)
         rows, result, device = len(inputs.sample_slots), inputs.result, self._state.device
         if isinstance(tail, Verify):
@@ -185,7 +193,10 @@ class StepProgram:
             result = packed.result[:rows]
         elif result is None:
             result = torch.zeros(rows, 2, dtype=torch.int32, device=device)
-        self.ops.sample(tail.variant)(logits, inputs.sample_slots, result)
+        sample: SampleOp | None = self.ops.shares
+        if sample is None or logits.shape[1] == self._state.vocab_size:
+            sample = self.ops.sample(tail.variant)
+        sample(logits, inputs.sample_slots, result)
         return result
 
     def _append_blocks(self, inputs: StepInputs) -> None:

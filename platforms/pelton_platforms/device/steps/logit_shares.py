@@ -1,0 +1,76 @@
+"""Greedy steps of several ranks: each takes the best of its share of the vocabulary, and two words of each row go round, not logits.
+
+`LogitShares` stands before the ranks' context while a model is built, so that layers gather through it. The program of a greedy step
+holds the gather back, and `BestOfShares` finds the token that all logits would have given, bit for bit: values are compared as
+they are, and of equal ones the lowest token id wins, within a share and over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pelton.parallel.context import ParallelContext
+from pelton.sampling.error_codes import NOT_FINITE, OK
+from pelton_platforms.device.steps.reference_step import advance
+
+if TYPE_CHECKING:
+    from pelton_platforms.device.steps.batch_state import BatchState
+
+
+class LogitShares(ParallelContext):
+    """`ranks`, but for what a model gathers: its logits, and nothing else."""
+
+    def __init__(self, ranks: ParallelContext) -> None:
+        super().__init__(ranks.rank, ranks.size, ranks.stages)
+        self.ranks, self.context, self.experts = ranks, ranks.context, ranks.experts
+        self._are_kept = False
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self.ranks.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        return tensor if self._are_kept else self.ranks.all_gather(tensor, dim)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it a model's logits are this rank's, those of tokens from `rank` times their number on."""
+        self._are_kept = True
+        try:
+            yield
+        finally:
+            self._are_kept = False
+
+
+class BestOfShares:
+    """The `sample` op's greedy variant, of this rank's logits."""
+
+    def __init__(self, shares: LogitShares, state: BatchState) -> None:
+        self._shares, self._state = shares, state
+        self.kept = shares.kept
+
+    def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
+        """logits [n, v], of this rank and what fills it up behind the vocabulary; slots [n] int64; result [n, 2] int32, written."""
+        token_ids, codes = self._best(logits)
+        advance(self._state, slots, token_ids, codes, result)
+
+    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return token ids and error codes, [n] int64 each."""
+        shares, (num_rows, width) = self._shares, logits.shape
+        first = shares.rank * width
+        count = min(width, self._state.vocab_size - first)
+        mine = torch.zeros(num_rows, 2, dtype=torch.int32, device=logits.device)
+        if count > 0:
+            best, place = logits[:, :count].max(dim=-1)
+            mine[:, 0] = best.view(torch.int32)
+            mine[:, 1] = place + first
+        else:
+            mine[:, 0].view(torch.float32).fill_(-torch.inf)
+        both = shares.ranks.all_gather(mine, dim=0).view(shares.size, num_rows, 2)
+        best, rank = both[..., 0].view(torch.float32).max(dim=0)
+        token_ids = both[..., 1].gather(0, rank.unsqueeze(0)).squeeze(0).long()
+        return token_ids, torch.where(best.isfinite(), OK, NOT_FINITE)
