@@ -305,6 +305,7 @@ OTHERS = {
     "qwen3": LLAMA_TARGETS,
     "gemma3": LLAMA_TARGETS,
     "gemma4": (*LLAMA_TARGETS, "per_layer_input_gate", "per_layer_projection"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),  # several matrices in one
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),  # PEFT takes its MLPs for experts
 }
 

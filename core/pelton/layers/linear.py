@@ -7,14 +7,14 @@ sub-layer before that, belong to the layer that reads them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from pelton import moved
 from pelton.errors import ConfigError
 from pelton.layers.norm import RMSNorm
-from pelton.lora.layers import AdapterLayer, BaseProduct
+from pelton.lora.layers import BaseProduct
 from pelton.ops.interface import (
     AddNormGatedLinear,
     AddNormGatedLinearNeeds,
@@ -61,12 +61,10 @@ class LinearModule(nn.Module):
         self.bare: Linear | None = None
         """The product of a layer without a norm before it."""
 
-    def _bind_bare(
-        self, config: BuildConfig, shards: Sequence[LinearShard], weights: LinearWeights, merged: str | None
-    ) -> None:
+    def _bind_bare(self, config: BuildConfig, shards: Sequence[LinearShard], weights: LinearWeights) -> None:
         needs, tensors = LinearNeeds(dtype=config.dtype_name, linear=weights.spec), LinearTensors(weights)
         self.bare = config.ops.bind("linear", needs, tensors)
-        self.adapter = self._adapter(config, shards, merged, base=BaseProduct("linear", needs, tensors))
+        self.adapter = config.adapter_layer(shards, base=BaseProduct("linear", needs, tensors))
 
     def _bare_product(self, x: Tensor) -> Tensor:
         assert self.bare is not None, "it has no norm"
@@ -74,15 +72,6 @@ class LinearModule(nn.Module):
             adapted: Tensor = self.adapter.product(x)
             return adapted
         return self.bare(x)
-
-    @staticmethod
-    def _adapter(
-        config: BuildConfig, shards: Sequence[LinearShard], merged: str | None, **fields: Any
-    ) -> AdapterLayer | None:
-        if merged is None or config.adapters is None:
-            return config.adapter_layer(shards, **fields)
-        config.adapters.refuse(shards[0].name, "it is several matrices in one")
-        return None
 
 
 def split_heads(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
@@ -148,7 +137,7 @@ class QKVLinear(LinearModule):
         self.num_heads = heads[1] - heads[0]  # of this rank
         self.num_kv_heads = kv_heads[1] - kv_heads[0]
         if norm is None:
-            self._bind_bare(config, shards, weights, merged)
+            self._bind_bare(config, shards, weights)
             return
         needs = AddNormLinearNeeds(
             dtype=config.dtype_name,
@@ -161,9 +150,7 @@ class QKVLinear(LinearModule):
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
         self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
-        self.adapter = self._adapter(
-            config, shards, merged, norm=norm, base=BaseProduct("add_norm_linear", needs, tensors)
-        )
+        self.adapter = config.adapter_layer(shards, norm=norm, base=BaseProduct("add_norm_linear", needs, tensors))
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (qkv [T, (num_heads + 2 num_kv_heads) head_dim], residual [T, H])"""
@@ -208,7 +195,7 @@ class MergedGateUp(LinearModule):
                 GatedNeeds(dtype=config.dtype_name, size=width, activation=ACTIVATION_NAMES[activation]),
                 GatedTensors(config.device),
             )
-            self._bind_bare(config, shards, weights, merged)
+            self._bind_bare(config, shards, weights)
             return
         needs = AddNormGatedLinearNeeds(
             dtype=config.dtype_name,
@@ -222,10 +209,8 @@ class MergedGateUp(LinearModule):
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
         self.add_norm_gated_linear: AddNormGatedLinear = config.ops.bind("add_norm_gated_linear", needs, tensors)
-        self.adapter = self._adapter(
-            config,
+        self.adapter = config.adapter_layer(
             shards,
-            merged,
             norm=norm,
             activation=needs.activation,
             base=BaseProduct("add_norm_gated_linear", needs, tensors),

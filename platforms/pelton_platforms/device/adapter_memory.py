@@ -31,7 +31,7 @@ _ALIGNMENT = 64  # numbers: every matrix starts at a multiple of 128 bytes
 
 @dataclass(frozen=True, slots=True)
 class AdapterPart:
-    """One matrix of the checkpoint, and where its A and B lie in a slot."""
+    """One matrix of the checkpoint, or some of its rows, and where A and B lie in a slot."""
 
     shard: LinearShard
     a_start: int  # of [R, columns]
@@ -54,8 +54,9 @@ class AdapterMemory:
         self.rows = rows
         self.num_slots, self.max_rank = config.max_loras, config.max_lora_rank
         self.rank = max(1 << (config.max_lora_rank - 1).bit_length(), _LEAST_RANK)
-        self.parts: dict[str, AdapterPart] = {}
-        """By the name of the matrix in the checkpoint, without ".weight"."""
+        self.parts: dict[str, list[AdapterPart]] = {}
+        """By the name of the matrix in the checkpoint, without ".weight": several where it is several matrices in one, each of which
+        has the whole A and its own rows of B."""
         self.refused: dict[str, str] = {}
         """Matrices that take none, and why."""
         self.slots: Tensor | None = None  # [S, numbers of a slot]
@@ -91,7 +92,8 @@ class AdapterMemory:
         for index, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
             a_start = layer.a_start + index * self.rank * num_cols
             if shard.name not in left_out:
-                self.parts[shard.name] = AdapterPart(shard, a_start, layer.b_start + row * strides[1], strides)
+                part = AdapterPart(shard, a_start, layer.b_start + row * strides[1], strides)
+                self.parts.setdefault(shard.name, []).append(part)
             row += size
         self._layers.append(layer)
         return layer

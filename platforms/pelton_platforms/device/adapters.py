@@ -128,13 +128,13 @@ def pack(
     for name, pair in pairs.items():
         if is_elsewhere is not None and name not in layers.parts and is_elsewhere(name):
             continue
-        part = _part_of(name, layers, shown)
-        _check_pair(name, pair, part, config, shown)
-        rank, shard = config.rank_of(name), part.shard
-        a = memory[part.a_start : part.a_start + layers.rank * part.num_cols].view(layers.rank, part.num_cols)
-        b = memory.as_strided((layers.rank, part.num_rows), part.b_strides, part.b_start)
-        a[:rank] = pair["A"][:, slice(*shard.cols)].to(dtype)
-        b[:rank] = (pair["B"][slice(*shard.rows)].float() * config.scale_of(name)).to(dtype).T
+        for part in _parts_of(name, layers, shown):
+            _check_pair(name, pair, part, config, shown)
+            rank, shard = config.rank_of(name), part.shard
+            a = memory[part.a_start : part.a_start + layers.rank * part.num_cols].view(layers.rank, part.num_cols)
+            b = memory.as_strided((layers.rank, part.num_rows), part.b_strides, part.b_start)
+            a[:rank] = pair["A"][:, slice(*shard.cols)].to(dtype)
+            b[:rank] = (pair["B"][slice(*shard.rows)].float() * config.scale_of(name)).to(dtype).T
     if not bool(torch.isfinite(memory).all()):  # a row of another adapter is multiplied with it too, by zero
         raise InvalidAdapterError(
             f"Invalid adapter configuration: adapter {shown!r} has numbers that are infinite or NaN in "
@@ -144,10 +144,10 @@ def pack(
     return memory
 
 
-def _part_of(name: str, layers: AdapterMemory, shown: str) -> AdapterPart:
-    part = layers.parts.get(name)
-    if part is not None:
-        return part
+def _parts_of(name: str, layers: AdapterMemory, shown: str) -> list[AdapterPart]:
+    parts = layers.parts.get(name)
+    if parts is not None:
+        return parts
     why = layers.refused.get(name)
     if why is None:
         close = difflib.get_close_matches(name, layers.parts, n=1)

@@ -98,7 +98,7 @@ def test_matrices_lie_at_their_places_and_the_rest_is_zero(tmp_path):
     tensors, made = {**pair("v", 3, 8), **pair("o", 8, 6)}, layers()
     memory = packed(tmp_path, tensors)
     for name, (rows, cols) in {"q": (6, 8), "v": (3, 8), "o": (8, 6)}.items():
-        part = made.parts[NAME.format(name)]
+        (part,) = made.parts[NAME.format(name)]
         a = memory[part.a_start :][: made.rank * cols].view(made.rank, cols)
         b = memory.as_strided((made.rank, rows), part.b_strides, part.b_start)
         full = f"base_model.model.{NAME.format(name)}"
