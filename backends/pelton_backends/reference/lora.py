@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from pelton.lora.op import Lora, LoraNeeds, LoraTensors
 from pelton.ops.reference import ACTIVATIONS, gated, rms_norm
+from pelton_backends.reference.ops import layer_norm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 class ReferenceLora:
     is_recordable = True
-    handles = frozenset(["norm", "activation", "unit_offset"])
+    handles = frozenset(["norm", "activation", "unit_offset", "is_centered"])
 
     @staticmethod
     def unsupported(needs: LoraNeeds) -> list[str]:
@@ -41,7 +42,7 @@ class ReferenceLora:
         def lora(x: Tensor, output: Tensor) -> Tensor:
             slots = tensors.rows.token_slots[: x.shape[0], None]
             if needs.norm is not None and tensors.norm is not None:
-                x = rms_norm(x, tensors.norm, needs.norm)
+                x = (layer_norm if needs.norm.is_centered else rms_norm)(x, tensors.norm, needs.norm)
             x = x.float()
             for slot in range(needs.num_slots):
                 added = (output.float() + delta(x, slot)).to(output.dtype)
