@@ -307,7 +307,7 @@ OTHERS = {
     "gemma4": (*LLAMA_TARGETS, "per_layer_input_gate", "per_layer_projection"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),  # several matrices in one
     "starcoder2": ("q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"),  # layer norms, and an MLP without a gate
-    **dict.fromkeys(("olmo2", "cohere2", "granite", "smollm3", "seed_oss", "gemma2"), LLAMA_TARGETS),
+    **dict.fromkeys(("olmo2", "cohere2", "granite", "ernie4_5", "smollm3", "seed_oss", "gemma2"), LLAMA_TARGETS),
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"),
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),  # PEFT takes its MLPs for experts
 }

@@ -36,7 +36,10 @@ class _PlainProduct(Product):
     def orders(self) -> Sequence[str]:  # type: ignore[override]
         if self.is_gated:
             return (GATED_PANELS,)
-        return (PANELS, GATED_PANELS) if self.op.out_features % (2 * _HALF) == 0 else (PANELS,)
+        can_mix = (
+            self.op.out_features % (2 * _HALF) == 0 and not self.op.bias
+        )  # which would be added in the columns' own order
+        return (PANELS, GATED_PANELS) if can_mix else (PANELS,)
 
     def pack(self, order: str) -> bool:
         """From here on only the kernels can read the weight, where its shape fits their order."""
