@@ -96,13 +96,21 @@ class LMHead(nn.Module):
         parallel = config.parallel
         weights = matrix.linear_weights
         needs = AddNormLogitsNeeds(
-            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, vocab_size=vocab_size, soft_cap=soft_cap,
-            post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
-        )  # fmt: skip
+            dtype=config.dtype_name,
+            norm=norm.spec,
+            linear=weights.spec,
+            vocab_size=vocab_size,
+            soft_cap=soft_cap,
+            post_norm=post_norm.spec if post_norm else None,
+            tp_size=parallel.size,
+        )
         tensors = AddNormLogitsTensors(
-            norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size),
+            norm.weight,
+            weights,
+            post_norm.weight if post_norm else None,
+            config.all_reduce(hidden_size),
             parallel.all_gather if parallel.size > 1 else None,
-        )  # fmt: skip
+        )
         self.add_norm_logits: AddNormLogits = config.ops.bind("add_norm_logits", needs, tensors)
 
     def forward(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:

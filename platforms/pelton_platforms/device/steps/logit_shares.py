@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from pelton_platforms.device.steps.batch_state import BatchState
 
 
+LEAST_BYTES = 1 << 20
+"""Of a rank's logits. On two CPU ranks and 49,152 tokens 8 rows take 150 us gathered and 350 by shares, 32 rows 6,000 and 800."""
+
+
 class LogitShares(ParallelContext):
     """`ranks`, but for what a model gathers: its logits, and nothing else."""
 
@@ -52,6 +56,10 @@ class BestOfShares:
     def __init__(self, shares: LogitShares, state: BatchState) -> None:
         self._shares, self._state = shares, state
         self.kept = shares.kept
+
+    def pay(self, num_rows: int) -> bool:
+        """Whether words of so many rows are brought sooner than their logits."""
+        return 4 * num_rows * self._state.vocab_size >= LEAST_BYTES * self._shares.size
 
     def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
         """logits [n, v], of this rank and what fills it up behind the vocabulary; slots [n] int64; result [n, 2] int32, written."""
