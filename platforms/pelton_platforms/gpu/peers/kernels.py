@@ -103,7 +103,7 @@ def exchange_kernel(
             else:
                 theirs = _wait(own + place + rank * WORDS, call, failed, limit)
             if DTYPE is None:
-                tl.store(found + rank * num_words.to(tl.int64) + start + lane, theirs, inside)
+                tl.store(found + tl.full((), rank, tl.int64) * num_words + start + lane, theirs, inside)
             else:
                 low += _low(theirs, DTYPE)
                 if tl.float32 != DTYPE:
