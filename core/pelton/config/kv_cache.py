@@ -24,7 +24,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_cache_dtype: str = "auto"
     """auto (the model's dtype), float32, float16, bfloat16, fp8, fp8_e4m3 or fp8_e5m2, where the backend can."""
     calculate_kv_scales: bool = False
-    """With a cache in fp8, find scales of keys and values from the first step's prompts, for layers without any in the checkpoint."""
+    """On a CPU, with a cache in fp8, find scales of keys and values from the first step's prompts, where the checkpoint has none."""
     enable_prefix_caching: bool = True
     """Keep full blocks findable, so that a prompt's known prefix is not computed again."""
     prefix_caching_hash_algo: str = "sha256"

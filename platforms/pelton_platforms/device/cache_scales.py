@@ -110,6 +110,11 @@ def make_calculated_scales(loaded: LoadedModel) -> CalculatedScales | None:
     settings, layers = loaded.config.kv_cache, loaded.build.cache_layers
     if not settings.calculate_kv_scales:
         return None
+    if loaded.device.type != "cpu":
+        raise ConfigError(
+            f"calculate_kv_scales is set, and the device is {loaded.device.type}; in this version scales are calculated on CPUs alone. "
+            "Leave it unset, or take a checkpoint that has scales."
+        )
     if not settings.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             f"calculate_kv_scales is set, and kv_cache_dtype is {settings.kv_cache_dtype!r}, whose numbers have no scales. Set "

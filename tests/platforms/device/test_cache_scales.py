@@ -160,15 +160,21 @@ def test_what_has_no_scales_is_refused(settings, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields, layers, message",
+    "device, fields, layers, message",
     [
-        ({}, {"model.layers.0.attn": object()}, "model.layers.0.attn keeps latents or states, which have no scales"),
-        ({"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size is 2; served is 1"),
+        ("cuda", {}, {}, "the device is cuda; in this version scales are calculated on CPUs alone"),
+        (
+            "cpu",
+            {},
+            {"model.layers.0.attn": object()},
+            "model.layers.0.attn keeps latents or states, which have no scales",
+        ),
+        ("cpu", {"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size is 2; served is 1"),
     ],
 )
-def test_layers_and_stages_without_scales_are_refused(fields, layers, message):
+def test_devices_layers_and_stages_without_scales_are_refused(device, fields, layers, message):
     config = EngineConfig.from_flat(kv_cache_dtype="fp8", calculate_kv_scales=True, **fields)
-    loaded = SimpleNamespace(config=config, build=SimpleNamespace(cache_layers=layers))
+    loaded = SimpleNamespace(config=config, build=SimpleNamespace(cache_layers=layers), device=torch.device(device))
     with pytest.raises(ConfigError, match=message):
         cache_scales.make_calculated_scales(loaded)
 

@@ -14,6 +14,7 @@ from pelton.ops.interface import SampleNeeds, SampleTensors
 from pelton.parallel.context import ParallelContext
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
+from pelton_platforms.device.steps import logit_shares
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.logit_shares import BestOfShares, LogitShares
 from pelton_platforms.device.steps.reference_step import ReferenceSample
@@ -93,6 +94,16 @@ def test_shares_give_what_all_logits_give(size: int, vocab_size: int) -> None:
             assert torch.equal(found[1][fine], expected[1][fine])
 
 
+@pytest.mark.parametrize("vocab_size, least", [(49_152, 11), (128_256, 5)])
+def test_shares_are_taken_where_logits_are_many(vocab_size: int, least: int) -> None:
+    """A rank's share of so many rows has 1 MiB."""
+    state = BatchState(
+        max_num_seqs=1, max_model_len=8, vocab_size=vocab_size, block_sizes=[4], num_side_slots=0, device=torch.device("cpu"),
+    )  # fmt: skip
+    best = BestOfShares(LogitShares(Ranks(0, 2, [None] * 2, Barrier(2))), state)
+    assert [best.pay(rows) for rows in (1, least - 1, least, 64)] == [False, False, True, True]
+
+
 class FirstOfTwo(ParallelContext):
     """The other rank's part of what is gathered is made of the last step's logits."""
 
@@ -112,7 +123,10 @@ class FirstOfTwo(ParallelContext):
 
 
 @pytest.mark.parametrize("mode", [None, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL])
-def test_greedy_steps_gather_no_logits_and_others_do(mode: CUDAGraphMode | None) -> None:
+def test_greedy_steps_gather_no_logits_and_others_do(
+    mode: CUDAGraphMode | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logit_shares, "LEAST_BYTES", 0)
     ranks = FirstOfTwo()
     shares = LogitShares(ranks)
     runner = make_runner()
