@@ -58,7 +58,7 @@ class BestOfShares:
         self.kept = shares.kept
 
     def pay(self, num_rows: int) -> bool:
-        """Whether words of so many rows are brought sooner than their logits."""
+        """Return whether words of so many rows are brought sooner than their logits."""
         return 4 * num_rows * self._state.vocab_size >= LEAST_BYTES * self._shares.size
 
     def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
