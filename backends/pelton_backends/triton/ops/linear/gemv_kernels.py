@@ -200,7 +200,7 @@ def columns_of_sums(totals, M: tl.constexpr):
 
 @triton.constexpr_function
 def is_by_warps(M, P, NUM, HAS_POST, DOT):
-    """Whether each of four or eight rows is a warp's own, so that sums of squares cross no warp."""
+    """Return whether each of four or eight rows is a warp's own, so that sums of squares cross no warp."""
     return M >= 4 and NUM == 1 and P % 256 == 0 and DOT and not HAS_POST
 
 
