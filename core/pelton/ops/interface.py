@@ -373,7 +373,7 @@ class SampleNeeds:
     variant: str = "full"  # greedy: every row takes its best token; full: by its parameters, greedy rows among them
     has_mask: bool = False  # `SampleTensors.mask` is there
     num_logprobs: int = 0  # alternatives beside the chosen token, where `SampleTensors.logprobs` is there
-    has_nuclei: bool = True  # False: no row has a top_p without top_k and min_p
+    has_nuclei: bool = True  # False: no row has a top_p without another filter
 
 
 @dataclass(slots=True)

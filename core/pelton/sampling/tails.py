@@ -15,7 +15,7 @@ class Variant:
     is_greedy: bool = False  # every row takes its best token; False: each samples by its parameters and side tables
     has_mask: bool = False  # grammars
     has_logprobs: bool = False
-    has_nuclei: bool = True  # rows may have a top_p without top_k and min_p
+    has_nuclei: bool = True  # rows may have a top_p without another filter
 
     def __str__(self) -> str:
         extras = [word for word, is_asked in (("masks", self.has_mask), ("logprobs", self.has_logprobs)) if is_asked]

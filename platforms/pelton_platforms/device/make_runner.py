@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 from pelton.attention.kv_cache import bind_caches
 from pelton.spec_decode.select import make_draft_proposer
 from pelton.worker.inputs import InputBuffers
-from pelton_platforms.device.cache_scales import make_calculated_scales
 from pelton_platforms.device.kv_pool import KVPool, LayerCache
 from pelton_platforms.device.steps.batch_state import BatchState
-from pelton_platforms.device.steps.logit_shares import BestOfShares, LogitShares
 from pelton_platforms.device.steps.logits_processors import make_processors
 from pelton_platforms.device.steps.prompt_embeds import make_prompt_embeds
 from pelton_platforms.device.steps.stage_runners import stage_runner
@@ -43,8 +41,11 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
     step_ops = StepOps(ops, state, buffers)
     parallel = loaded.build.parallel
     step_ops.context = parallel.context
-    if isinstance(parallel, LogitShares):
-        step_ops.shares = BestOfShares(parallel, state)
+    if parallel.size > 1:
+        from pelton_platforms.device.steps.logit_shares import BestOfShares, LogitShares
+
+        if isinstance(parallel, LogitShares):
+            step_ops.shares = BestOfShares(parallel, state)
     _use_drafts(loaded, step_ops)
     if loaded.adapters is not None:
         loaded.adapters.by_row, step_ops.adapters = state.adapter_slots, loaded.adapters
@@ -54,7 +55,10 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
     )  # fmt: skip
     runner.step_kernel = loaded.step_kernel
     runner.prompt_embeds = make_prompt_embeds(loaded)
-    runner.cache_scales = make_calculated_scales(loaded)
+    if config.kv_cache.calculate_kv_scales:
+        from pelton_platforms.device.cache_scales import make_calculated_scales
+
+        runner.cache_scales = make_calculated_scales(loaded)
     return runner
 
 

@@ -32,7 +32,6 @@ from pelton_platforms.device.profiling import Profiling
 from pelton_platforms.device.sleeping import Sleep
 from pelton_platforms.device.speed import fit_step
 from pelton_platforms.device.step_kernel import make_step_kernel
-from pelton_platforms.device.steps.logit_shares import LogitShares
 from pelton_platforms.device.steps.model_runner import ModelRunner
 from pelton_platforms.device.steps.step_shapes import padding_shape
 from pelton_platforms.device.work import work_of
@@ -74,7 +73,11 @@ class DeviceWorker(Worker):
     @torch.inference_mode()
     def load_model(self) -> None:
         with phase("build model", self.phase_s):
-            parallel = LogitShares(self.parallel) if self.parallel.size > 1 else self.parallel
+            parallel = self.parallel
+            if parallel.size > 1:
+                from pelton_platforms.device.steps.logit_shares import LogitShares
+
+                parallel = LogitShares(parallel)
             self.build = make_build_config(
                 self.config, self.model_info, self.plugins, device=self.device, device_type=self.platform.device_type,
                 max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_tokens,

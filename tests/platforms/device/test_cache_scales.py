@@ -192,7 +192,7 @@ def test_scales_of_the_checkpoint_stay(calculated, tmp_path):
         return register(loaded)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pelton_platforms.device.make_runner.make_calculated_scales", with_one)
+        patch.setattr("pelton_platforms.device.cache_scales.make_calculated_scales", with_one)
         served(path)
     (made,) = calculated
     assert made.layers and not any(name.startswith("model.layers.0.") for name in made.layers)

@@ -46,7 +46,12 @@ SMALL = {
     "model_type, overrides, why",
     [
         ("bloom", {}, "BloomForCausalLM .*does not go through transformers' attention interface"),
-        ("gptj", {"n_layer": 2}, "GPTJForCausalLM .*does not go through transformers' attention interface"),
+        # Newer versions of transformers have shapes there that end the trace before.
+        (
+            "gptj",
+            {"n_layer": 2},
+            "GPTJForCausalLM .*(does not go through transformers' attention interface|cannot be traced)",
+        ),
         ("falcon", {"alibi": True}, "FalconForCausalLM .*ALiBi"),
         ("mamba", {}, "MambaForCausalLM .*state"),
         ("jamba", {}, "JambaForCausalLM .*state"),

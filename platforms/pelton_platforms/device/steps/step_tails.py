@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+from pelton.sampling.columns import RANDOM, SAMPLING_COLUMNS
 from pelton.sampling.tails import FULL, GREEDY, Logits, Pool, Sample, Tail, Variant, Verify
 from pelton.worker.batch_state import ALL_LOGPROBS, NO_LOGPROBS
 
@@ -86,12 +87,14 @@ class TailChooser:
         return LOGITS if variant is None else _sample(variant)
 
     def _has_nuclei(self, slots: Ints) -> bool:
-        """Return whether some row has a top_p without top_k and min_p. Asked where no graph is captured beforehand, so that what there are
+        """Return whether some row has a top_p without another filter. Asked where no graph is captured beforehand, so that what there are
         no rows for is left out of one more: five launches that would end at once."""
-        host = self._state.host
-        filters = {name: column[slots] for name, column in host.sampling.items()}
-        is_alone = (filters["top_k"] >= self._state.vocab_size) & (filters["min_p"] <= 0)
-        return bool(((host.temperature[slots] > 0) & (filters["top_p"] < 1) & is_alone).any())
+        state, host = self._state, self._state.host
+        found = (host.temperature[slots] > 0) & (host.sampling["top_p"][slots] < 1)
+        for column in SAMPLING_COLUMNS:
+            if column.name not in (RANDOM, "top_p"):
+                found &= host.sampling[column.name][slots] == column.neutral_value(state.vocab_size)
+        return bool(found.any())
 
     def _has_processors(self, slots: Ints) -> bool:
         processors = self._state.host.processors
