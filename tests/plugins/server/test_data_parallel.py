@@ -109,7 +109,7 @@ def streams(running: Serving) -> list[Stream]:
         assert len(found) < 20
         found.append(Stream(running))
         assert found[-1].begun.wait(20)
-        assert eventually(lambda: sum(running.by_engine(RUNNING).values()) == len(found))
+        assert eventually(lambda: sum(running.by_engine(RUNNING).values()) == len(found), 20)
     return found
 
 
