@@ -140,7 +140,11 @@ class DefaultScheduler(Scheduler):
         )
 
     def _built_in_gates(self, context: SchedulerContext, policy: SchedulingPolicy) -> list[Gate]:
-        gates: list[Gate] = [InFlightGate(self._steps), RemoteKVGate(), GrammarGate()]
+        gates: list[Gate] = [InFlightGate(self._steps)]
+        if context.connector is not None:
+            gates.append(RemoteKVGate())
+        if context.grammar_source is not None:
+            gates.append(GrammarGate())
         if self._adapters is not None:
             gates.append(AdapterSlotGate(self._adapters))
         elif context.adapter_is_ready is not None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pelton import __version__
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
     from pelton.messages.report import EngineInfo
 
 DEFAULT_MODEL_LEN = 131_072  # for the token buckets, until the engine says its own
+_OF_FINISHED = {
+    "request_prompt_tokens": "num_prompt_tokens",
+    "request_generation_tokens": "num_generation_tokens",
+    "request_max_num_generation_tokens": "max_num_generation_tokens",
+    "request_params_max_tokens": "max_tokens",
+    "request_num_preemptions": "num_preemptions",
+    "e2e_request_latency_seconds": "e2e_latency_s",
+    "request_queue_time_seconds": "queue_time_s",
+    "request_prefill_time_seconds": "prefill_time_s",
+    "request_decode_time_seconds": "decode_time_s",
+    "request_inference_time_seconds": "inference_time_s",
+    "request_time_per_output_token_seconds": "mean_time_per_output_token_s",
+}
+"""Histogram to the field of `FinishedRequestStats` that it observes, unless that is None."""
 
 
 class PrometheusLogger:
@@ -66,6 +81,7 @@ class PrometheusLogger:
         self._values: dict[tuple[str, str | None], float] = {}
         self._buckets: dict[tuple[str, str | None], BucketCounts] = {}
         self._bounds: dict[str, tuple[float, ...]] = {}
+        self._of_finished: list[tuple[Callable[[FinishedRequestStats], float | None], BucketCounts]] = []
         self._make_series(config.model.max_model_len or DEFAULT_MODEL_LEN)
 
     def _make_series(self, max_model_len: int) -> None:
@@ -82,6 +98,11 @@ class PrometheusLogger:
                 known = self._buckets.get((family.name, value))
                 if known is None or (known.bounds != bounds and not known.count):
                     self._buckets[family.name, value] = BucketCounts(bounds)
+        self._of_finished = [
+            (attrgetter(field), self._buckets[name, None])
+            for name, field in _OF_FINISHED.items()
+            if (name, None) in self._buckets  # else it is not exported with these settings
+        ]
 
     # What the engine tells
 
@@ -181,24 +202,13 @@ class PrometheusLogger:
         if self._work is not None:
             for name, amount in self._work.of(stats).items():
                 self._add(name, amount)
-        is_last_sample = stats.max_num_generation_tokens is not None
-        for name, value in (
-            ("request_prompt_tokens", stats.num_prompt_tokens),
-            ("request_generation_tokens", stats.num_generation_tokens),
-            ("request_max_num_generation_tokens", stats.max_num_generation_tokens),
-            ("request_params_max_tokens", stats.max_tokens),
-            ("request_params_n", stats.n if is_last_sample else None),
-            ("request_prefill_kv_computed_tokens", stats.num_prompt_tokens - stats.num_cached_tokens),
-            ("request_num_preemptions", stats.num_preemptions),
-            ("e2e_request_latency_seconds", stats.e2e_latency_s),
-            ("request_queue_time_seconds", stats.queue_time_s),
-            ("request_prefill_time_seconds", stats.prefill_time_s),
-            ("request_decode_time_seconds", stats.decode_time_s),
-            ("request_inference_time_seconds", stats.inference_time_s),
-            ("request_time_per_output_token_seconds", stats.mean_time_per_output_token_s),
-        ):
+        for value_of, series in self._of_finished:
+            value = value_of(stats)
             if value is not None:
-                self._observe(name, (value,))
+                series.observe(value)
+        if stats.max_num_generation_tokens is not None:  # with the sample that ends last
+            self._observe("request_params_n", (stats.n,))
+        self._observe("request_prefill_kv_computed_tokens", (stats.num_prompt_tokens - stats.num_cached_tokens,))
 
     def _add(self, name: str, amount: float, label: str | None = None) -> None:
         if amount:
