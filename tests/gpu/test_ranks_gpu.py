@@ -20,6 +20,7 @@ LENGTHS = (1, 16, 33, 129)
 SIZES = {
     "tp2": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
+    "tp2-dcp2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
     "tp2-experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
 
@@ -36,7 +37,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GapReferen
 
 @pytest.mark.parametrize(
     "family, sizes",
-    [("llama", "tp2"), ("llama", "pp2"), ("deepseek_v3_moe", "tp2-experts")],
+    [
+        ("llama", "tp2"),
+        ("llama", "pp2"),
+        ("deepseek_v3_moe", "tp2-experts"),
+        ("qwen3", "tp2-dcp2"),
+        ("deepseek_v3_moe", "tp2-dcp2"),
+    ],
 )
 def test_ids_are_those_of_one_device(
     made: Callable[[str], GapReference], family: str, sizes: str, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,9 @@ from pelton.attention.interface import (
     KVLayout,
 )
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton_backends.context_parts import spread_refusals
 from pelton_backends.triton.attention.cascade import cascade_attention, pays
+from pelton_backends.triton.attention.context_part import context_part_attention
 from pelton_backends.triton.attention.decode import DecodeAttention, NewTokens, NormRope
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
 from pelton_backends.triton.attention.decode_shares import (
@@ -66,7 +68,14 @@ class TritonBackend(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     handles: ClassVar[frozenset[str]] = frozenset(
-        {"sliding_window", "attention_chunk_size", "logit_soft_cap", "has_sinks", "has_alibi"}
+        {
+            "sliding_window",
+            "attention_chunk_size",
+            "logit_soft_cap",
+            "has_sinks",
+            "has_alibi",
+            "decode_context_parallel",
+        }
     )
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
@@ -89,7 +98,7 @@ class TritonBackend(AttentionBackend):
         if capability is not None and capability < least:
             found, wanted = (f"{major}.{minor}" for major, minor in (capability, least))
             reasons.append(f"compute capability {found}, only {wanted} and later{what}")
-        return reasons
+        return reasons + spread_refusals(needs)
 
     @classmethod
     def kv_layout(cls, needs: AttentionNeeds) -> KVLayout:
@@ -107,12 +116,19 @@ class TritonBackend(AttentionBackend):
         self._draft_parts: dict[int, DraftParts] = {}  # by tokens of a row
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
-        return not self.needs.is_local and pays(num_rows, prefix_len)
+        return not (self.needs.is_local or self._is_spread) and pays(num_rows, prefix_len)
+
+    @property
+    def _is_spread(self) -> bool:
+        return self.needs.decode_context_parallel > 1
 
     def reserve(self, max_key: BatchDescriptor) -> None:
-        self.part_buffers(max_key.num_reqs)
+        if not self._is_spread:
+            self.part_buffers(max_key.num_reqs)
 
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> TritonMetadata:
+        if self._is_spread:  # one kernel has all rows
+            return TritonMetadata(common, decode_rows=0, first_prefill_row=0, is_mixed=False)
         metadata = self._divide(common, key)
         if metadata.decode_rows and metadata.prefix_len is None:
             metadata.decode_shape = self._deal(metadata)
@@ -177,7 +193,7 @@ class TritonBackend(AttentionBackend):
         return common.common_prefix_len if is_used else None
 
     def bind(self, layer: AttentionParams) -> BoundAttention:
-        return TritonAttention(layer, self)
+        return TritonPartAttention(layer, self.pdl) if self._is_spread else TritonAttention(layer, self)
 
     def part_buffers(self, num_rows: int = 0) -> PartBuffers:
         """Made once: captured graphs hold its addresses."""
@@ -203,6 +219,28 @@ class TritonBackend(AttentionBackend):
 def signed_window(needs: AttentionNeeds) -> int | None:
     """As the kernels read it: how many keys a token sees, or, below 0, the size of the aligned chunk that it sees of."""
     return -needs.attention_chunk_size if needs.attention_chunk_size else needs.sliding_window
+
+
+class TritonPartAttention(BoundAttention):
+    """A layer's attention to this rank's part of each row's tokens."""
+
+    layer: AttentionParams
+
+    def __init__(self, layer: AttentionParams, pdl: bool) -> None:
+        super().__init__(layer)
+        self._pdl = pdl
+
+    def __call__(self, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
+        raise NotImplementedError("This rank keeps a part of each row's tokens; `attend_part` attends to them.")
+
+    def attend_part(self, query: Tensor, metadata: TritonMetadata, output: Tensor, lse: Tensor) -> None:
+        layer, common = self.layer, metadata.common
+        context_part_attention(
+            query, layer.k_cache, layer.v_cache, output, lse, common.query_start_loc, common.seq_lens, common.block_table,
+            num_reqs=common.num_reqs, max_query_len=common.max_query_len, max_seq_len=common.max_seq_len,
+            scale=layer.scale, num_ranks=layer.needs.decode_context_parallel, rank=layer.needs.context_rank,
+            causal=common.causal, soft_cap=layer.soft_cap, pdl=self._pdl,
+        )  # fmt: skip
 
 
 class TritonAttention(BoundAttention):

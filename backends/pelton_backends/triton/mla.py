@@ -24,7 +24,7 @@ class TritonMLABackend(AttentionBackend):
     """Latents of up to 512 numbers with a rotated part of up to 128, any number of heads, any block size."""
 
     name: ClassVar[str] = "triton_mla"
-    handles: ClassVar[frozenset[str]] = frozenset({"is_mla"})
+    handles: ClassVar[frozenset[str]] = frozenset({"is_mla", "decode_context_parallel"})
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     @classmethod
@@ -54,7 +54,8 @@ class TritonMLAAttention(BoundAttention):
         super().__init__(layer)
         self._hopper: HopperLatent | None = None
         dtype: torch.dtype = getattr(torch, layer.needs.dtype)
-        if HopperLatent.serves(layer.cache, latent_dim=layer.latent_dim, dtype=dtype):
+        is_whole = layer.needs.decode_context_parallel == 1
+        if is_whole and HopperLatent.serves(layer.cache, latent_dim=layer.latent_dim, dtype=dtype):
             self._hopper = HopperLatent(layer.cache, num_heads=layer.num_heads, scale=layer.scale)
 
     def __call__(self, query: Tensor, metadata: CommonMetadata, output: Tensor) -> None:
@@ -69,4 +70,12 @@ class TritonMLAAttention(BoundAttention):
         latent_attention(
             query, layer.cache, output, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
             scale=layer.scale, latent_dim=layer.latent_dim, max_seq_len=metadata.max_seq_len,
+        )  # fmt: skip
+
+    def attend_part(self, query: Tensor, metadata: CommonMetadata, output: Tensor, lse: Tensor) -> None:
+        layer = self.layer
+        latent_attention(
+            query, layer.cache, output, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+            scale=layer.scale, latent_dim=layer.latent_dim, max_seq_len=metadata.max_seq_len, lse=lse,
+            num_ranks=layer.needs.decode_context_parallel, rank=layer.needs.context_rank,
         )  # fmt: skip

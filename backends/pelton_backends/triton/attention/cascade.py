@@ -91,7 +91,7 @@ def _attend_part(
 
 
 @triton.jit
-def _store_part(parts, logs, part, num_rows, row, head, is_row, acc, denominator, highest, H, D: tl.constexpr):
+def store_part(parts, logs, part, num_rows, row, head, is_row, acc, denominator, highest, H, D: tl.constexpr):
     """parts [part, row, head, :] = the part's result, logs [part, row, head] = base-2 logarithm of its denominator; -inf and no
     result without keys. A NaN stays one."""
     d = tl.arange(0, acc.shape[1])
@@ -104,7 +104,7 @@ def _store_part(parts, logs, part, num_rows, row, head, is_row, acc, denominator
 
 
 @triton.jit
-def _merge_parts(
+def merge_parts(
     acc, denominator, highest, parts, logs, num_parts, num_rows, row, head, is_head, H, D: tl.constexpr
 ):  # fmt: skip
     """Add parts 0 .. num_parts - 1 of one row to the running state."""
@@ -191,7 +191,7 @@ def cascade_prefix_kernel(
         row, head, is_row, first, last, q_stride, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         scale, soft_cap, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIBI,
     )  # fmt: skip
-    _store_part(parts, logs, split, num_rows, row, head, is_row, acc, denominator, highest, H, D)
+    store_part(parts, logs, split, num_rows, row, head, is_row, acc, denominator, highest, H, D)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "prefix_len", "prefix_parts", "splits"])
@@ -258,13 +258,13 @@ def cascade_rest_kernel(
         scale, soft_cap, D, BLOCK_D, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIBI,
     )  # fmt: skip
     if MERGE:
-        acc, denominator, highest = _merge_parts(
+        acc, denominator, highest = merge_parts(
             acc, denominator, highest, parts, logs, prefix_parts, num_rows, row, head, is_head, H, D
         )
         _store_output(output, sinks, row, head, is_head, acc, denominator, highest, output_stride, D, SINKS)
     else:
         part = prefix_parts + split
-        _store_part(parts, logs, part, num_rows, rows, head, is_head, acc, denominator, highest, H, D)
+        store_part(parts, logs, part, num_rows, rows, head, is_head, acc, denominator, highest, H, D)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
@@ -295,7 +295,7 @@ def cascade_merge_kernel(
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     denominator = tl.zeros([BLOCK_G], tl.float32)
     highest = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    acc, denominator, highest = _merge_parts(
+    acc, denominator, highest = merge_parts(
         acc, denominator, highest, parts, logs, num_parts, num_rows, row, head, is_head, H, D
     )
     _store_output(output, sinks, row, head, is_head, acc, denominator, highest, output_stride, D, SINKS)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+_LN2 = tl.constexpr(0.6931471805599453)
 HEADS, KEYS = 16, 32
 """Query heads and latents of one tile: the smallest that tensor cores take, and 32 KiB of latents of 512 numbers in bfloat16."""
 WARPS = 4
@@ -54,11 +55,11 @@ def _blocks_of(table, first, last_key, KEYS: tl.constexpr, BLOCK_SIZE: tl.conste
 
 @triton.jit
 def latent_attention_kernel(
-    query, cache, output, sums, stats, query_start_loc, seq_lens, block_table, num_reqs, stride_query, stride_block,
-    stride_output, stride_table, scale,
+    query, cache, output, lse, sums, stats, query_start_loc, seq_lens, block_table, num_reqs, stride_query, stride_block,
+    stride_output, stride_table, scale, rank,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_LATENT: tl.constexpr,
     PADDED_ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, SEARCHES: tl.constexpr,
-    PDL: tl.constexpr,
+    RANKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for `HEADS` heads, a token, and a split of the token's context. Heads of a token follow each other, so that one program
     finds in the second-level cache what another has read."""
@@ -77,6 +78,8 @@ def latent_attention_kernel(
     row = low
     start, end = tl.load(query_start_loc + row), tl.load(query_start_loc + row + 1)
     num_keys = tl.load(seq_lens + row) - (end - start) + (token - start) + 1
+    if RANKS > 1:
+        num_keys = (num_keys + (RANKS - 1) - rank) // RANKS  # those of the tokens that are kept here
     per_split = tl.cdiv(tl.cdiv(num_keys, SPLITS), KEYS) * KEYS
     first_key = split * per_split
     last_key = tl.minimum(first_key + per_split, num_keys)
@@ -118,6 +121,11 @@ def latent_attention_kernel(
     is_stored = in_heads[:, None] & in_latent[None, :]
     if SPLITS == 1:
         to = output + token.to(tl.int64) * stride_output + head[:, None] * LATENT + dim[None, :]
+        if lse is not None:
+            is_seen = total != 0.0  # a NaN stays one
+            total = tl.where(is_seen, total, 1.0)
+            log = tl.where(is_seen, (top + tl.log2(total)) * _LN2, float("-inf"))
+            tl.store(lse + token.to(tl.int64) * NUM_HEADS + head, log, in_heads)
         tl.store(to, (found / total[:, None]).to(output.dtype.element_ty), is_stored)
     else:
         part = (token.to(tl.int64) * NUM_HEADS + head) * SPLITS + split
@@ -128,11 +136,12 @@ def latent_attention_kernel(
 
 @triton.jit
 def merge_kernel(
-    sums, stats, output, query_start_loc, num_reqs, stride_output,
+    sums, stats, output, lse, query_start_loc, num_reqs, stride_output,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, PADDED_LATENT: tl.constexpr, SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a token and head. The first split is never empty; others may be, with a maximum of minus infinity."""
+    """One program a token and head. The first split is never empty, unless `lse` is asked for; others may be, with a maximum of minus
+    infinity."""
     token, head = tl.program_id(0), tl.program_id(1)
     let_next_start(PDL)
     wait_for_inputs(PDL)
@@ -143,9 +152,19 @@ def merge_kernel(
     dim = tl.arange(0, PADDED_LATENT)
     tops = tl.load(stats + part * 2, split < SPLITS, float("-inf"))
     totals = tl.load(stats + part * 2 + 1, split < SPLITS, 0.0)
-    weights = tl.exp2(tops - tl.max(tops, axis=0))
+    highest = tl.max(tops, axis=0)
+    finite = highest
+    if lse is not None:
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(tops - finite)
     found = tl.load(sums + part[:, None] * LATENT + dim[None, :], (dim < LATENT)[None, :] & (weights > 0)[:, None], 0.0)
-    result = tl.sum(found * weights[:, None], axis=0) / tl.sum(totals * weights, axis=0)
+    total = tl.sum(totals * weights, axis=0)
+    if lse is not None:
+        is_seen = total != 0.0
+        total = tl.where(is_seen, total, 1.0)
+        log = tl.where(is_seen, (finite + tl.log2(total)) * _LN2, float("-inf"))
+        tl.store(lse + token.to(tl.int64) * NUM_HEADS + head, log)
+    result = tl.sum(found * weights[:, None], axis=0) / total
     to = output + token.to(tl.int64) * stride_output + head * LATENT + dim
     tl.store(to, result.to(output.dtype.element_ty), dim < LATENT)
 
@@ -181,7 +200,7 @@ def stages_of(query: Tensor, head_dim: int) -> int:
 
 def latent_attention(
     query: Tensor, cache: Tensor, output: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, *,
-    scale: float, latent_dim: int, max_seq_len: int,
+    scale: float, latent_dim: int, max_seq_len: int, lse: Tensor | None = None, num_ranks: int = 1, rank: int = 0,
 ) -> None:  # fmt: skip
     """output[t, h] = sum over j <= position of t of softmax_j(scale query[t, h] . c_j) c_j[: latent_dim], c_j latents of t's row.
 
@@ -192,6 +211,9 @@ def latent_attention(
       cache            [P, S, D]            a float dtype; contiguous but for the first axis
       output           [T, H, latent_dim]   dtype of query, as contiguous; tokens of padding are left as they are
       query_start_loc  [R + 1] int32, seq_lens [R] int32, block_table [R, B] int32
+      lse              [T, H]               float32: the natural logarithm of each query's sum of exp(score)
+    num_ranks, rank: the cache has tokens rank, rank + num_ranks, ... of each row; with `lse` alone, whose -inf says that a query sees
+    none of them.
 
     Sums in float32, without TF32; weights are rounded to the query's dtype before they meet the latents. Every token reads its
     whole context again: prompts are bound by the second-level cache.
@@ -199,7 +221,7 @@ def latent_attention(
     num_tokens, num_heads, head_dim = query.shape
     if num_tokens == 0:
         return
-    splits = num_splits(num_tokens, num_heads, max_seq_len, query.device)
+    splits = num_splits(num_tokens, num_heads, -(-max_seq_len // num_ranks), query.device)
     sums = stats = output
     if splits > 1:
         sums = torch.empty(num_tokens, num_heads, splits, latent_dim, dtype=torch.float32, device=query.device)
@@ -207,24 +229,26 @@ def latent_attention(
     num_reqs, padded, pdl = seq_lens.shape[0], triton.next_power_of_2(latent_dim), has_pdl(query.device)
     launch(
         latent_attention_kernel, (triton.cdiv(num_heads, HEADS), num_tokens, splits),
-        query, cache, output, sums, stats, query_start_loc, seq_lens, block_table, num_reqs, query.stride(0),
-        cache.stride(0), output.stride(0), block_table.stride(0), scale * LOG2_E,
+        query, cache, output, lse, sums, stats, query_start_loc, seq_lens, block_table, num_reqs, query.stride(0),
+        cache.stride(0), output.stride(0), block_table.stride(0), scale * LOG2_E, rank,
         NUM_HEADS=num_heads, LATENT=latent_dim, ROPE=head_dim - latent_dim, BLOCK_SIZE=cache.shape[1],
         PADDED_LATENT=max(padded, 16), PADDED_ROPE=max(triton.next_power_of_2(head_dim - latent_dim), 16), HEADS=HEADS,
-        KEYS=KEYS, SPLITS=splits, SEARCHES=num_reqs.bit_length() + 1, PDL=pdl,
+        KEYS=KEYS, SPLITS=splits, SEARCHES=num_reqs.bit_length() + 1, RANKS=num_ranks, PDL=pdl,
         num_warps=WARPS, num_stages=stages_of(query, head_dim), **launch_options(pdl),
     )  # fmt: skip
     if splits > 1:
-        merge_parts(sums, stats, output, query_start_loc, num_reqs)
+        merge_parts(sums, stats, output, query_start_loc, num_reqs, lse)
 
 
-def merge_parts(sums: Tensor, stats: Tensor, output: Tensor, query_start_loc: Tensor, num_reqs: int) -> None:
+def merge_parts(
+    sums: Tensor, stats: Tensor, output: Tensor, query_start_loc: Tensor, num_reqs: int, lse: Tensor | None = None
+) -> None:
     """Bring together the parts of each token's result: sums [T, H, parts, latent_dim], their maxima and totals [T, H, parts, 2]. The
-    first is never empty."""
+    first is never empty, unless `lse` [T, H] is asked for."""
     num_tokens, num_heads, splits, latent_dim = sums.shape
     pdl = has_pdl(sums.device)
     launch(
-            merge_kernel, (num_tokens, num_heads), sums, stats, output, query_start_loc, num_reqs, output.stride(0),
+            merge_kernel, (num_tokens, num_heads), sums, stats, output, lse, query_start_loc, num_reqs, output.stride(0),
             NUM_HEADS=num_heads, LATENT=latent_dim, PADDED_LATENT=triton.next_power_of_2(latent_dim), SPLITS=splits,
             PADDED_SPLITS=triton.next_power_of_2(splits), PDL=pdl, num_warps=4, **launch_options(pdl),
         )  # fmt: skip
