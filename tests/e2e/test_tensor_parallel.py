@@ -27,6 +27,7 @@ from pelton_pages import settings
 from pelton import LLM, LoRARequest, SamplingParams
 from pelton.errors import ConfigError
 from pelton.sampling_params import StructuredOutputsParams
+from pelton.testing.models import make_tiny_checkpoint
 
 NUM_TOKENS = 16
 LENGTHS = (1, 5, 16, 33, 129, 200)
@@ -48,6 +49,33 @@ def test_two_ranks_answer_as_transformers(made: Callable[[str], Reference], fami
         alone = [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in reference.prompts[3:]]
         assert alone == reference.outputs[3:]
         assert llm.kv_cache_usage() == 0.0
+
+
+def test_ranks_that_sample_a_share_of_the_rows_each(tmp_path: Path) -> None:
+    """With as many tokens as eight rows' logits make 1 MiB of a rank. More requests, fewer, and drafts."""
+    path = str(make_tiny_checkpoint(tmp_path / "model", "llama", with_tokenizer=False, vocab_size=65_536))
+    prompts = [{"prompt_token_ids": [3 + number, 9, 60_000 + number, 7]} for number in range(13)]
+    params = [
+        SamplingParams(
+            temperature=0.0 if number % 4 == 3 else 0.8, seed=number, max_tokens=4 + number, ignore_eos=True,
+            top_k=50 if number % 3 == 0 else 0, top_p=0.9 if number % 2 else 1.0, logprobs=2 if number % 5 == 0 else None,
+            frequency_penalty=0.5 if number % 3 == 1 else 0.0, prompt_logprobs=1 if number == 4 else None,
+        )
+        for number in range(13)
+    ]  # fmt: skip
+    found = []
+    for sizes in ({}, {"tensor_parallel_size": 2}):
+        with make_llm(path, **sizes, max_num_seqs=13) as llm:
+            found.append([output.outputs[0] for output in llm.generate(prompts, params)])
+    assert [one.token_ids for one in found[1]] == [one.token_ids for one in found[0]]
+    for alone, shared in zip(*found, strict=True):
+        assert (alone.logprobs is None) == (shared.logprobs is None)
+        for mine, theirs in zip(alone.logprobs or (), shared.logprobs or (), strict=True):
+            assert {token: one.rank for token, one in mine.items()} == {
+                token: one.rank for token, one in theirs.items()
+            }
+            for token, one in mine.items():
+                assert theirs[token].logprob == pytest.approx(one.logprob, abs=1e-3)
 
 
 def test_two_ranks_with_adapters_and_asleep(made: Callable[[str], Reference], tmp_path: Path) -> None:

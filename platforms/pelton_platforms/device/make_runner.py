@@ -46,6 +46,10 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
 
         if isinstance(parallel, LogitShares):
             step_ops.shares = BestOfShares(parallel, state)
+            if parallel.can_swap:
+                from pelton_platforms.device.steps.row_shares import RowShares
+
+                step_ops.row_shares = RowShares(parallel, state)
     _use_drafts(loaded, step_ops)
     if loaded.adapters is not None:
         loaded.adapters.by_row, step_ops.adapters = state.adapter_slots, loaded.adapters

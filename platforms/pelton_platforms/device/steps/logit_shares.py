@@ -1,8 +1,8 @@
 """Greedy steps of several ranks: each takes the best of its share of the vocabulary, and two words of each row go round, not logits.
 
 `LogitShares` stands before the ranks' context while a model is built, so that layers gather through it. The program of a greedy step
-holds the gather back, and `BestOfShares` finds the token that all logits would have given, bit for bit: values are compared as
-they are, and of equal ones the lowest token id wins, within a share and over them.
+holds the gather back (of others it makes another exchange: `row_shares.py`), and `BestOfShares` finds the token that all logits would
+have given, bit for bit: values are compared as they are, and of equal ones the lowest token id wins, within a share and over them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pelton.parallel.communicator import GroupContext
 from pelton.parallel.context import ParallelContext
 from pelton.sampling.error_codes import NOT_FINITE, OK
 from pelton_platforms.device.steps.reference_step import advance
@@ -33,12 +34,38 @@ class LogitShares(ParallelContext):
         super().__init__(ranks.rank, ranks.size, ranks.stages)
         self.ranks, self.context, self.experts = ranks, ranks.context, ranks.experts
         self._are_kept = False
+        self._num_rows = 0  # of each rank, where they are swapped
+
+    @property
+    def can_swap(self) -> bool:
+        """False: the ranks have no communicator of their own."""
+        return isinstance(self.ranks, GroupContext)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self.ranks.all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        if self._num_rows:
+            return self._swapped(tensor, self._num_rows)
         return tensor if self._are_kept else self.ranks.all_gather(tensor, dim)
+
+    def _swapped(self, share: Tensor, count: int) -> Tensor:
+        """share [n, w]: columns of all rows -> [count, size w]: all columns of this rank's rows, zeros behind the last row."""
+        assert isinstance(self.ranks, GroupContext)
+        rows = share.new_zeros(self.size * count, share.shape[1]) if len(share) < self.size * count else share
+        if rows is not share:
+            rows[: len(share)] = share
+        found = self.ranks.communicator.swap(rows.reshape(self.size, count, -1))
+        return found.transpose(0, 1).reshape(count, -1)
+
+    @contextmanager
+    def rows(self, count: int) -> Iterator[None]:
+        """Within it a model's logits are those of `count` rows, this rank's: rows from `rank` times `count` on."""
+        self._num_rows = count
+        try:
+            yield
+        finally:
+            self._num_rows = 0
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -61,7 +61,8 @@ class LeftLogits:
 
     output: SchedulerOutput
     slots: Ints  # [R]
-    logits: Tensor  # [R with padding, V]
+    logits: Tensor  # [R with padding, V], or of this rank's rows: see `RowShares`
+    num_padded_rows: int
     has_lora: bool
 
 
@@ -246,7 +247,7 @@ class ModelRunner:
             self._settle()
         found = graphs.decode(key, slots, output.block_appends, num_draft, prefix)
         if isinstance(tail, Logits):
-            left = LeftLogits(output, slots, found, has_lora)
+            left = LeftLogits(output, slots, found, key.num_reqs, has_lora)
             return (self._sample_ahead(left) if has_masks else None) or left
         self.state.host.num_computed_tokens[slots] += num_scheduled
         return self._readback.queue(output, tail, found[:num_rows], np.arange(num_rows), slots)
@@ -256,7 +257,9 @@ class ModelRunner:
         plan, tail = plan_step(left.output, self.state.host), Logits()
         columns = self._stage(plan)
         inputs = self._inputs(plan, columns, tail, has_lora=left.has_lora)
-        return Step(left.output, plan, columns, inputs, tail, left.logits[: len(left.slots)])
+        rows = left.num_padded_rows
+        logits = left.logits[: len(left.slots)] if self.ops.shared_rows(rows) is None else left.logits
+        return Step(left.output, plan, columns, inputs, tail, logits, num_padded_logits=rows)
 
     def _sample_ahead(self, left: LeftLogits) -> StepOutput | None:
         """Sample behind masks that are still to come, where nothing has to be compiled or captured for it and the device can wait."""
@@ -264,7 +267,7 @@ class ModelRunner:
         if self._stream_wait is None or not isinstance(tail, Sample):
             return None
         assert graphs is not None
-        if not graphs.replays_apart(len(left.logits), tail):
+        if not graphs.replays_apart(left.num_padded_rows, tail):
             return None
         if self._masks_ahead is None:
             self._masks_ahead = make_masks_ahead(self._places(), self._stream_wait)
@@ -283,7 +286,7 @@ class ModelRunner:
     def _sample_left(self, left: LeftLogits, tail: Sample) -> StepOutput:
         slots = left.slots
         assert self.graphs is not None
-        given = self.graphs.sample_apart(len(left.logits), tail)[: len(slots)]
+        given = self.graphs.sample_apart(left.num_padded_rows, tail)[: len(slots)]
         self.state.host.num_computed_tokens[slots] += 1
         return self._readback.queue(left.output, tail, given, np.arange(len(slots)), slots)
 

@@ -26,6 +26,7 @@ from pelton_platforms.device.steps.batch_state import BatchState
 
 if TYPE_CHECKING:
     from pelton.ops.selector import OpSelector
+    from pelton_platforms.device.steps.row_shares import RowShares
 
 _MOST_ROWS = 512
 """Of logits that are sampled at once: what `sample` computes in grows with them."""
@@ -66,16 +67,31 @@ class StepDrafts:
         self._look_up(slots, num_draft, found)
         return found
 
-    def verify(self, variant: Variant, logits: Tensor, slots: Tensor, num_draft: Tensor, result: Tensor) -> None:
-        """logits [R (1 + k), V], which may be overwritten; variant: of sampling, without tables and masks. See `Verify`."""
-        rows, width = self._rows, self.width
-        sample, sampled = self._bound(variant), self._sampled[: len(logits)]
+    def verify(
+        self, variant: Variant, logits: Tensor, slots: Tensor, num_draft: Tensor, result: Tensor,
+        shared: RowShares | None = None,
+    ) -> None:  # fmt: skip
+        """logits [R (1 + k), V], which may be overwritten; variant: of sampling, without tables and masks. shared: logits are those
+        of this rank's rows. See `Verify`."""
+        sampled = self._sampled[: len(slots) * self.width]
+        if shared is None:
+            self._draw(variant, logits, slots, sampled)
+        else:
+            count = len(logits) // self.width
+            own, brought = shared.own(len(slots), count), sampled.new_zeros(len(logits), 2)
+            num_own = (own.stop - own.start) * self.width
+            self._draw(variant, logits[:num_own], slots[own], brought[:num_own])
+            sampled.copy_(shared.gather(brought, len(sampled)))
+        self._verify(slots, num_draft, sampled, result)
+
+    def _draw(self, variant: Variant, logits: Tensor, slots: Tensor, sampled: Tensor) -> None:
+        """A token of each of the logits' rows, [len(slots) (1 + k)]."""
+        rows, width, sample = self._rows, self.width, self._bound(variant)
         for start in range(0, len(logits), rows.max_num_seqs):
             part = logits[start : start + rows.max_num_seqs]
             if not variant.is_greedy:
                 self._state.lend(rows, slots[start // width : (start + len(part)) // width], width)
             sample(part, self._row[: len(part)], sampled[start : start + len(part)])
-        self._verify(slots, num_draft, sampled, result)
 
     def _bound(self, variant: Variant) -> SampleOp:
         if variant not in self._sample:

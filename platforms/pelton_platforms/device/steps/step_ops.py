@@ -35,6 +35,7 @@ from pelton_platforms.device.steps.step_shapes import uncached_metadata
 if TYPE_CHECKING:
     from pelton.parallel.communicator import Communicator
     from pelton_platforms.device.steps.logit_shares import BestOfShares
+    from pelton_platforms.device.steps.row_shares import RowShares
     from pelton_platforms.device.steps.step_drafts import StepDrafts
 
 NUM_LOGPROBS = 20
@@ -57,6 +58,7 @@ class StepOps:
         self.drafts: StepDrafts | None = None
         self.context: Communicator | None = None  # ranks that share the KV cache, token by token; None: each keeps all
         self.shares: BestOfShares | None = None  # for greedy rows; None: this rank has all logits
+        self.row_shares: RowShares | None = None  # for all others
         self._adapters: StepAdapters | None = None
         needs = PrepareInputsNeeds(
             max_num_tokens=buffers.max_num_tokens,
@@ -128,6 +130,10 @@ class StepOps:
             slot_mappings=tuple(common.slot_mapping for common in groups),
             groups=tuple(groups),
         )
+
+    def shared_rows(self, num_rows: int) -> RowShares | None:
+        """Return who shares so many rows of logits out to the ranks; None: each samples all of them."""
+        return self.row_shares if self.row_shares is not None and self.row_shares.pay(num_rows) else None
 
     def sample(self, variant: Variant) -> SampleOp:
         """The op for rows that want no more than `variant`; greedy for no parameters at all."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -91,7 +92,9 @@ class StepProgram:
         tail = key.tail
         if isinstance(tail, Sample) and tail.is_apart:
             assert self._logits is not None, "a step has left its logits"
-            return self.end(tail, self._logits[: key.num_reqs], inputs)
+            shared = self.ops.shared_rows(key.num_reqs)
+            count = key.num_reqs if shared is None else shared.count(key.num_reqs)
+            return self.end(tail, self._logits[:count], inputs)
         self._append_blocks(inputs)
         if inputs.num_draft is not None and self.ops.drafts is not None:
             inputs.num_draft = self.ops.drafts.make(inputs.sample_slots, inputs.num_draft)
@@ -106,19 +109,27 @@ class StepProgram:
         if isinstance(tail, Pool):
             assert inputs.pooled is not None
             return cast("PoolingModel", self.model).pool(hidden, inputs.pooled)
-        shares = self.ops.shares if tail == Sample(GREEDY) else None
-        with nullcontext() if shares is None or not shares.pay(len(inputs.logit_tokens)) else shares.kept():
-            logits = self._compute_logits(key, inputs, hidden)
+        num_rows = len(inputs.logit_tokens)
+        if tail == Sample(GREEDY):
+            shares = self.ops.shares
+            with nullcontext() if shares is None or not shares.pay(num_rows) else shares.kept():
+                logits = self._compute_logits(key, inputs, hidden, num_rows)
+        elif (shared := self.ops.shared_rows(num_rows)) is not None:
+            unit = self.ops.drafts.width if isinstance(tail, Verify) and self.ops.drafts is not None else 1
+            compute = partial(self._compute_logits, key, inputs, hidden, shared.count(num_rows, unit))
+            logits = shared.logits(num_rows, compute, unit)
+        else:
+            logits = self._compute_logits(key, inputs, hidden, num_rows)
         return self._end_logits(key, inputs, logits)
 
-    def _compute_logits(self, key: BatchDescriptor, inputs: StepInputs, hidden: Any) -> Tensor:
-        """Where they are to stay, `_keep` has no copy to make on a device whose recorder can do that."""
+    def _compute_logits(self, key: BatchDescriptor, inputs: StepInputs, hidden: Any, num_rows: int) -> Tensor:
+        """num_rows: that this rank gets. Where they are to stay, `_keep` has no copy to make on a device whose recorder can do that."""
         model = cast("CausalLM", self.model)
         if inputs.is_cut:
             return model.compute_logits(hidden, torch.arange(len(inputs.logit_tokens), device=self._state.device))
         if self._logits is None or not (inputs.is_fixed and isinstance(key.tail, Logits)):
             return model.compute_logits(hidden, inputs.logit_tokens)
-        token = home.set(self._logits[: len(inputs.logit_tokens)])
+        token = home.set(self._logits[:num_rows])
         try:
             return model.compute_logits(hidden, inputs.logit_tokens)
         finally:
@@ -154,8 +165,8 @@ class StepProgram:
             self._state.num_computed_tokens.index_add_(0, inputs.slots, inputs.num_unsampled)
 
     def end(self, tail: Tail, logits: Tensor, inputs: StepInputs) -> Tensor:
-        """From the logits, or this rank's share of greedy rows', to the tokens of the rows that sample, and the state that follows.
-        logits may be overwritten."""
+        """From the logits, or this rank's share of greedy rows' or of the rows, to the tokens of the rows that sample, and the state
+        that follows. logits may be overwritten."""
         self.count(inputs)
         rows, result, device = len(inputs.sample_slots), inputs.result, self._state.device
         if isinstance(tail, Verify):
@@ -163,7 +174,8 @@ class StepProgram:
             assert drafts is not None and num_draft is not None
             if result is None:
                 result = torch.zeros(rows, 3 + drafts.width, dtype=torch.int32, device=device)
-            drafts.verify(tail.variant, logits, inputs.sample_slots, num_draft, result)
+            shared = self.ops.shared_rows(rows * drafts.width)
+            drafts.verify(tail.variant, logits, inputs.sample_slots, num_draft, result, shared)
             return result
         assert isinstance(tail, Sample)
         packed = self.ops.packed if tail.variant.has_logprobs else None
@@ -174,7 +186,13 @@ class StepProgram:
         sample: SampleOp | None = self.ops.shares
         if sample is None or logits.shape[1] == self._state.vocab_size:
             sample = self.ops.sample(tail.variant)
-        sample(logits, inputs.sample_slots, result)
+        shared = None if tail.variant == GREEDY and not tail.is_apart else self.ops.shared_rows(rows)
+        if shared is None:
+            sample(logits, inputs.sample_slots, result)
+        else:
+            shared.sample(
+                sample, logits, inputs.sample_slots, result, self.ops.logprobs if tail.variant.has_logprobs else None
+            )
         return result
 
     def _append_blocks(self, inputs: StepInputs) -> None:

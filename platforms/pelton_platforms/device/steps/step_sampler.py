@@ -7,7 +7,8 @@ alternatives than the ops give. What the `sample` op can do is left to it (`step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from pelton.worker.inputs import InputBuffers
 from pelton_platforms.device.sampling.metadata import SamplingMetadata, SideRows
 from pelton_platforms.device.sampling.sampler import sample, unpack_bitmask
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.row_shares import RowShares
 from pelton_platforms.device.steps.staging import StagingRing, mask_column, mask_words
 from pelton_platforms.device.steps.step_ops import PROMPT_LOGPROB_ROWS, StepOps
 from pelton_platforms.device.steps.step_plan import StepPlan, ramp
@@ -68,11 +70,12 @@ class Step:
     inputs: StepInputs
     tail: Tail | None = None  # that has been run
     given: Any = None  # what it gave
+    num_padded_logits: int = 0  # rows of logits with padding; 0: there is none
     prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def logits(self) -> Tensor:
-        """[n, V]"""
+        """[n, V], or of this rank's rows: see `RowShares`."""
         assert isinstance(self.tail, Logits)
         logits: Tensor = self.given
         return logits
@@ -109,17 +112,70 @@ class StepSampler:
     def sample(self, step: Step, masks: GrammarMasks | None) -> Sampled:
         plan, columns, state = step.plan, step.columns, self.state
         metadata = self._sampling_metadata(plan, columns)
-        raw = step.logits[columns.logprob_rows] if len(plan.logprob_rows) else None
-        mask = self._grammar_mask(step, masks) if masks is not None else None
-        token_ids, codes = sample(step.logits, metadata, mask, self._processing(plan, columns, metadata.positions))
+        process = self._processing(plan, columns, metadata.positions)
+        most = self._most_logprobs(plan) if len(plan.logprob_rows) else 0
+        num_rows = step.num_padded_logits or len(plan.logit_tokens)
+        shared, logits, logprobs = self._ops.shared_rows(num_rows), step.logits, None
+        if shared is not None and (process is not None or most < 0):
+            # What processors raise ends a request on every rank, and all logprobs are as many words as the logits.
+            logits, shared = shared.gather(logits, len(plan.logit_tokens)), None
+        own = slice(0, len(plan.logit_tokens)) if shared is None else shared.own(len(plan.logit_tokens), len(logits))
+        mask = self._grammar_mask(step, masks, own) if masks is not None else None
+        if shared is None:
+            raw = logits[columns.logprob_rows] if len(plan.logprob_rows) else None
+            token_ids, codes = sample(logits, metadata, mask, process)
+            if raw is not None:
+                logprobs = gather_logprobs(raw, token_ids[columns.logprob_rows], most)
+        else:
+            part = self._part_of(metadata, plan, own)
+            token_ids, codes, logprobs = self._sample_own(shared, plan, logits, part, mask, most)
         sampled = self._verify(plan, columns.logit_tokens, token_ids, codes)
-        if raw is not None:
-            sampled.logprobs = gather_logprobs(raw, token_ids[columns.logprob_rows], self._most_logprobs(plan))
+        sampled.logprobs = logprobs
         self._count_outputs(plan, metadata.side, token_ids, sampled.num_accepted)
         last = sampled.token_ids.gather(1, sampled.num_accepted.unsqueeze(-1)).squeeze(1)
         num_rejected = columns.num_draft - sampled.num_accepted
         state.advance(columns.slots, columns.num_scheduled, columns.sample_slots, num_rejected, last)
         return sampled
+
+    def _sample_own(
+        self, shared: RowShares, plan: StepPlan, logits: Tensor, metadata: SamplingMetadata,
+        mask: tuple[Tensor, Tensor] | None, most: int,
+    ) -> tuple[Tensor, Tensor, LogprobTensors | None]:  # fmt: skip
+        """Token ids and codes [n] of all rows, and the logprobs that are wanted. logits [m, V], metadata, mask: of this rank's rows."""
+        num_rows, count, num_own = len(plan.logit_tokens), len(logits), len(metadata.seeds)
+        found = torch.zeros(count, 2, dtype=torch.int64, device=logits.device)
+        raw = logits.clone() if len(plan.logprob_rows) else None
+        if num_own:
+            found[:num_own] = torch.stack(sample(logits[:num_own], metadata, mask), dim=1)
+        logprobs = None
+        if raw is not None:
+            rows, places = shared.places(plan.logprob_rows, count)
+            index, place = self._staging.stage([rows, places])
+            mine = gather_logprobs(raw[index], found[index, 0], most)
+            logprobs = shared.gather_logprobs(mine, place)
+        found = shared.gather(found, num_rows)
+        return found[:, 0], found[:, 1], logprobs
+
+    @staticmethod
+    def _part_of(metadata: SamplingMetadata, plan: StepPlan, own: slice) -> SamplingMetadata:
+        """The metadata of some rows of logits."""
+        side = metadata.side
+        if side is not None:
+            first, last = np.searchsorted(plan.side_rows, (own.start, own.stop)).tolist()
+            part = slice(first, last)
+            drafts: tuple[Tensor | None, Tensor | None] = (None, None)
+            if side.draft_rows is not None and side.draft_token_ids is not None:
+                start, stop = np.searchsorted(plan.drafts_before(plan.side_rows)[0], (first, last)).tolist()
+                drafts = side.draft_rows[start:stop] - first, side.draft_token_ids[start:stop]
+            side = replace(
+                side, rows=side.rows[part] - own.start, side_slots=side.side_slots[part], slots=side.slots[part],
+                positions=side.positions[part], num_prompt_tokens=side.num_prompt_tokens[part], draft_rows=drafts[0],
+                draft_token_ids=drafts[1],
+            )  # fmt: skip
+        return replace(
+            metadata, seeds=metadata.seeds[own], positions=metadata.positions[own],
+            columns={name: column[own] for name, column in metadata.columns.items()}, side=side,
+        )  # fmt: skip
 
     def _sampling_metadata(self, plan: StepPlan, columns: StepColumns) -> SamplingMetadata:
         state, slots = self.state, columns.logit_slots
@@ -167,13 +223,18 @@ class StepSampler:
             side.draft_rows, side.draft_token_ids = draft_rows, self.buffers.input_ids[draft_tokens]
         return side
 
-    def _grammar_mask(self, step: Step, masks: GrammarMasks) -> tuple[Tensor, Tensor]:
+    def _grammar_mask(self, step: Step, masks: GrammarMasks, own: slice) -> tuple[Tensor, Tensor]:
+        """Masks of some rows of logits, which are counted from the first of these."""
         plan, total = step.plan, sum(masks.num_masks)
         num_words = -(-self.state.vocab_size // 32)
         is_sampled = np.searchsorted(plan.sample_rows, step.output.grammar_rows)
         rows = [plan.logit_starts[i] + np.arange(count) for i, count in zip(is_sampled, masks.num_masks, strict=True)]
-        index, given = self._staging.stage([np.concatenate(rows), mask_column(masks.bitmask, total, num_words)])
-        return index, unpack_bitmask(mask_words(given, total, num_words), self.state.vocab_size)
+        places = np.concatenate(rows)
+        first, last = np.searchsorted(places, (own.start, own.stop)).tolist()
+        index, given = self._staging.stage(
+            [places[first:last] - own.start, mask_column(masks.bitmask, total, num_words)]
+        )
+        return index, unpack_bitmask(mask_words(given, total, num_words)[first:last], self.state.vocab_size)
 
     def _verify(self, plan: StepPlan, logit_tokens: Tensor, token_ids: Tensor, codes: Tensor) -> Sampled:
         """Accept drafts while each equals what was sampled in its place: exact in law, and lossless for greedy rows."""
@@ -242,8 +303,13 @@ class StepSampler:
             found.tensors = LogprobTensors.make(total, self._ops.num_logprobs, state.device)
             for start in range(0, total, PROMPT_LOGPROB_ROWS):
                 stop = min(start + PROMPT_LOGPROB_ROWS, total)
-                logits = self.model.compute_logits(step.inputs.hidden, index[start:stop])
-                self._ops.prompt_logprobs(logits, chosen[start:stop], found.tensors.part(start, stop))
+                compute = partial(self.model.compute_logits, step.inputs.hidden, index[start:stop])
+                own, part = chosen[start:stop], found.tensors.part(start, stop)
+                shared = self._ops.shared_rows(stop - start)
+                if shared is None:
+                    self._ops.prompt_logprobs(compute(), own, part)
+                else:
+                    shared.prompt_logprobs(self._ops.prompt_logprobs, compute, own, part)
         return found
 
     def _wide_prompt_logprobs(
