@@ -46,6 +46,7 @@ from pelton.ops.moe import RoutingSpec
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
 from pelton_backends.triton.attention.cascade import cascade_attention
+from pelton_backends.triton.attention.context_part import context_part_attention
 from pelton_backends.triton.attention.decode import NewTokens, NormRope, decode_attention
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape
 from pelton_backends.triton.attention.decode_shares import LaunchShape, PartBuffers, deal_rows
@@ -62,6 +63,8 @@ from pelton_backends.triton.ops.sampling import logprobs as sampling_logprobs
 from pelton_backends.triton.ops.sampling import sample as sampling
 from pelton_backends.triton.ops.sampling import speculation
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.gpu.peers import norm_kernel
+from pelton_platforms.gpu.peers.communicator import DTYPES
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 64, 16, 8, 128, 16, 2
 VOCAB = 151_936
@@ -185,6 +188,33 @@ class Attention:
             self._empty(2, heads, latent_dim + rope_dim), cache, self._empty(2, heads, latent_dim), self.starts[:3],
             self.lengths[:2], self.table, scale=1.0, latent_dim=latent_dim, max_seq_len=8192,
         )  # fmt: skip
+
+    def parts(self) -> None:
+        """Of ranks that share a cache: a long context of one row, many rows, and latents."""
+        lse = torch.empty(ROWS, HEADS)
+        for max_query_len, max_seq_len, rows in ((1, 65536, 1), (ROWS, 512, ROWS)):
+            context_part_attention(
+                self.query[:rows], *self.caches, self.query[:rows], lse, self.starts, self.lengths, self.table,
+                num_reqs=1 if max_query_len > 1 else rows, max_query_len=max_query_len, max_seq_len=max_seq_len, scale=1.0,
+                num_ranks=2, rank=1, pdl=True,
+            )  # fmt: skip
+        heads, latent_dim, rope_dim = 16, 512, 64
+        cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, latent_dim + rope_dim, dtype=getattr(torch, self.kv_dtype))
+        latent_attention(
+            self._empty(2, heads, latent_dim + rope_dim), cache, self._empty(2, heads, latent_dim), self.starts[:3],
+            self.lengths[:2], self.table, scale=1.0, latent_dim=latent_dim, max_seq_len=8192, lse=lse, num_ranks=2, rank=1,
+        )  # fmt: skip
+
+    def sums(self) -> None:
+        """Over ranks with residual and norm, in one shot and in two."""
+        words, width = torch.zeros(4, 2048, dtype=torch.int32), 4096
+        for size in (2, 4):
+            norm_kernel.sum_add_norm_kernel[(4,)](
+                words, words, words, words, words[0], None, self.tokens, words[1], words[2], 4, 1000, 1e-6, 0.0,
+                NUMBERS=width, ROW=2048, BLOCK=2048, RANK=1, SIZE=size, SLOTS=norm_kernel.SLOTS, TWO_SHOT=size > 2,
+                DTYPE=DTYPES[getattr(torch, self.dtype)], UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True, num_warps=16,
+                launch_pdl=True,
+            )  # fmt: skip
 
     def write(self) -> None:
         needs = QkNormRopeWriteKvNeeds(

@@ -145,7 +145,8 @@ class LinearWeights:
 
 
 class AllReduce(Protocol):
-    """Sums a partial result over ranks; may reuse its memory."""
+    """Sums a partial result over ranks; may reuse its memory. Optional: an attribute `add_norm(hidden, residual, norm, norm_spec,
+    post_norm, post_spec)`, which is `AddNorm` with the sum in one launch, or returns None for a size that it does not serve."""
 
     def __call__(self, partial: Tensor) -> Tensor: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pelton.entries import Entry, PlatformEntry
+from pelton.entries import Entry, OpEntry, PlatformEntry
 from pelton.hookspecs import hookimpl
 from pelton_platforms.cuda.driver import why_not_here
 
@@ -38,4 +38,19 @@ def pelton_communicators(device_type: str) -> Sequence[Entry]:
         Entry(
             name="nccl", load="pelton_platforms.gpu.nccl:NcclCommunicator", doc="GPUs of one or several hosts, by NCCL"
         ),
+    ]
+
+
+@hookimpl
+def pelton_ops(device_type: str) -> Sequence[OpEntry]:
+    if device_type != "cuda":
+        return []
+    return [
+        OpEntry(
+            name="peers.all_reduce",
+            op="all_reduce",
+            load="pelton_platforms.gpu.peers.add_norm:PeerAllReduce",
+            priority=60,
+            device_types=("cuda",),
+        )
     ]

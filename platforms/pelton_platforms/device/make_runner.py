@@ -46,7 +46,7 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
 
         if isinstance(parallel, LogitShares):
             step_ops.shares = BestOfShares(parallel, state)
-            if parallel.can_swap:
+            if parallel.communicator is not None:
                 from pelton_platforms.device.steps.row_shares import RowShares
 
                 step_ops.row_shares = RowShares(parallel, state)

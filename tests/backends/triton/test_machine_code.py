@@ -24,7 +24,8 @@ WITH_ADAPTERS = ("QKV with an adapter", "gate and up of 32 rows with adapters", 
 IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "down of 32 rows in e4m3")
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
-OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sampling with all", "speculation", "drafts")
+OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sampling with all", "speculation", "drafts", "parts",
+          "sums")  # fmt: skip
 Kernels = Callable[..., list[dict[str, Any]]]
 
 
@@ -59,6 +60,19 @@ def test_latents_of_deepseeks_size_have_kernels(bfloat16: Kernels) -> None:
     attend, merge = bfloat16("latent")
     assert (attend["kernel"], merge["kernel"]) == ("latent_attention_kernel", "merge_kernel")
     assert attend["stack"] == merge["stack"] == 0
+
+
+def test_kernels_of_several_ranks_keep_all_in_registers(bfloat16: Kernels) -> None:
+    """Attention to a rank's part of the tokens, split and whole, over latents too; sums with residual and norm."""
+    found = bfloat16("parts", "sums")
+    assert [kernel["kernel"] for kernel in found] == [
+        "context_part_kernel", "merge_context_kernel", "context_part_kernel", "latent_attention_kernel", "merge_kernel",
+        "sum_add_norm_kernel", "sum_add_norm_kernel",
+    ]  # fmt: skip
+    assert {kernel["stack"] for kernel in found} == {0}
+    for kernel in found[-2:]:
+        wait, write = (kernel["instructions"].index(name) for name in ("ACQBULK", "STG"))
+        assert wait < write
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pelton.parallel.communicator import GroupContext
+from pelton.parallel.communicator import Communicator, GroupContext
 from pelton.parallel.context import ParallelContext
 from pelton.sampling.error_codes import NOT_FINITE, OK
 from pelton_platforms.device.steps.reference_step import advance
@@ -37,9 +37,9 @@ class LogitShares(ParallelContext):
         self._num_rows = 0  # of each rank, where they are swapped
 
     @property
-    def can_swap(self) -> bool:
-        """False: the ranks have no communicator of their own."""
-        return isinstance(self.ranks, GroupContext)
+    def communicator(self) -> Communicator | None:
+        """The ranks' own; None: they have none."""
+        return self.ranks.communicator if isinstance(self.ranks, GroupContext) else None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self.ranks.all_reduce(tensor)
@@ -51,11 +51,11 @@ class LogitShares(ParallelContext):
 
     def _swapped(self, share: Tensor, count: int) -> Tensor:
         """share [n, w]: columns of all rows -> [count, size w]: all columns of this rank's rows, zeros behind the last row."""
-        assert isinstance(self.ranks, GroupContext)
+        assert self.communicator is not None, "rows are shared out where there is one"
         rows = share.new_zeros(self.size * count, share.shape[1]) if len(share) < self.size * count else share
         if rows is not share:
             rows[: len(share)] = share
-        found = self.ranks.communicator.swap(rows.reshape(self.size, count, -1))
+        found = self.communicator.swap(rows.reshape(self.size, count, -1))
         return found.transpose(0, 1).reshape(count, -1)
 
     @contextmanager

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NCCL_FROM_BYTES = 1 << 19
 """Tensors from here on go over NCCL, whose data does not travel with a flag in each word."""
 _LOOKS_S = 1_000_000  # how often a kernel looks in a second, about
-_DTYPES: dict[torch.dtype, Any] = {
+DTYPES: dict[torch.dtype, Any] = {
     torch.float32: kernels.tl.float32,
     torch.bfloat16: kernels.tl.bfloat16,
     torch.float16: kernels.tl.float16,
@@ -37,12 +37,14 @@ class PeerCommunicator(Communicator):
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context)
         self._what = f"rank {self.rank} of {self.size} in group {context.group!r}"
-        self.device, self._limit = context.device, int(min(context.timeout_s * self.looks_a_second(), 2**31 - 1))
+        self.device, self.limit = context.device, int(min(context.timeout_s * self.looks_a_second(), 2**31 - 1))
         self._nccl: NcclCommunicator | None = None
         self._is_near = True
+        self.kept: dict[Any, Any] = {}
+        """What others keep for all layers: memory for rows."""
         if self.size == 1:
             return
-        store = dist.PrefixStore(f"peers {context.group}", meeting(context.store, context.size))
+        self._store = store = dist.PrefixStore(f"peers {context.group}", meeting(context.store, context.size))
         try:
             self._meet(context, store)
         except RuntimeError as error:
@@ -62,17 +64,32 @@ class PeerCommunicator(Communicator):
             )
 
     def _open(self, store: dist.Store) -> None:
-        count = kernels.memory_words(self.size)
-        self._peers = self.map_memory(store, count)
-        self._addresses = torch.tensor([peer.data_ptr() for peer in self._peers], dtype=torch.int64, device=self.device)
+        self._peers = self.map_memory(store, kernels.memory_words(self.size))
+        self._addresses = self._addresses_of(self._peers)
         self._calls = torch.zeros(kernels.PROGRAMS, dtype=torch.int32, device=self.device)
         self._sent, self._received = (
             torch.zeros(self.size, kernels.PROGRAMS, dtype=torch.int32, device=self.device) for _ in range(2)
         )
-        self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type != "cpu")
-        self._has_failed = self._failed.numpy()
+        self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type != "cpu")
+        """A kernel sets it that has waited in vain."""
+        self._has_failed = self.failed.numpy()
         self.synchronize()
         all_told(store, self.rank, self.size, "open", b"")  # nobody writes to memory that is still being cleared
+
+    def _addresses_of(self, peers: Sequence[Tensor]) -> Tensor:
+        return torch.tensor([peer.data_ptr() for peer in peers], dtype=torch.int64, device=self.device)
+
+    def open_memory(self, name: str, count: int) -> tuple[list[Tensor], Tensor] | None:
+        """Map [count] int64 of each rank, all zeros at first, for kernels of others: tensors and their addresses [size]. Every rank asks
+        for it at the same time. None: some ranks are on another host, or there is one."""
+        if self.size == 1 or not self._is_near:
+            return None
+        store = dist.PrefixStore(name, self._store)
+        peers = self.map_memory(store, count)
+        addresses = self._addresses_of(peers)
+        self.synchronize()
+        all_told(store, self.rank, self.size, "open", b"")
+        return peers, addresses
 
     # What a device does its own way; tests run the kernels on the host.
 
@@ -114,7 +131,7 @@ class PeerCommunicator(Communicator):
             return tensor
         if (nccl := self._large(tensor)) is not None:
             return nccl.all_reduce(tensor)
-        dtype = _DTYPES.get(tensor.dtype)
+        dtype = DTYPES.get(tensor.dtype)
         if dtype is None:
             return self._gathered(tensor).sum(0)
         words = _words(tensor)
@@ -203,21 +220,22 @@ class PeerCommunicator(Communicator):
         return numbers.contiguous().view(tensor.dtype).view(self.size, *tensor.shape)
 
     def _exchange(self, words: Tensor, found: Tensor, dtype: Any) -> None:
-        self._check()
+        self.check()
         kernels.exchange_kernel[(_programs(words),)](
-            words, found, self._addresses, self._calls, self._failed, words.numel(), self._limit, RANK=self.rank,
+            words, found, self._addresses, self._calls, self.failed, words.numel(), self.limit, RANK=self.rank,
             SIZE=self.size, WORDS=kernels.WORDS, SLOTS=kernels.SLOTS, DTYPE=dtype,
         )  # fmt: skip
 
     def _move(self, given: Tensor, found: Tensor, counts: Tensor, other: int, *, sends: bool) -> None:
-        self._check()
+        self.check()
         kernels.move_kernel[(_programs(given),)](
-            given, found, self._addresses, counts, self._failed, given.numel(), self._limit, other, SENDS=sends,
+            given, found, self._addresses, counts, self.failed, given.numel(), self.limit, other, SENDS=sends,
             RANK=self.rank, SIZE=self.size, WORDS=kernels.WORDS, SLOTS=kernels.SLOTS, AHEAD=kernels.AHEAD,
             PROGRAMS=kernels.PROGRAMS,
         )  # fmt: skip
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise `EngineError` where a kernel has waited in vain for another rank."""
         if self._has_failed[0]:
             raise EngineError(f"Communication fails at {self._what}: another rank did not come in time.")
 

@@ -251,8 +251,15 @@ class TritonAddNorm:
     @staticmethod
     def bind(needs: AddNormNeeds, tensors: AddNormTensors) -> AddNorm:
         reduce = tensors.reduce
+        sum_add_norm = getattr(reduce, "add_norm", None)  # see `AllReduce`
 
         def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            if sum_add_norm is not None:
+                found: tuple[Tensor, Tensor] | None = sum_add_norm(
+                    hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm
+                )
+                if found is not None:
+                    return found
             if reduce is not None:
                 hidden = reduce(hidden)
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)

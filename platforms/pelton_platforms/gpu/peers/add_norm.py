@@ -1,0 +1,118 @@
+"""The sum over ranks with the residual's add and the norm behind it, as one launch: `add_norm` of several ranks where rows are few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from pelton import env
+from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors, NormSpec
+from pelton_platforms.gpu.peers import norm_kernel
+from pelton_platforms.gpu.peers.communicator import DTYPES, NCCL_FROM_BYTES, PeerCommunicator
+
+if TYPE_CHECKING:
+    from pelton.parallel.communicator import Communicator
+
+LEAST_WIDTH = 64
+TWO_SHOTS_FROM_BYTES = 1 << 16
+"""With more than two ranks. By what goes over a rank's links: once for each other rank in one shot, twice in two; below it the second way
+there and back counts for more. Not measured: no machine of several GPUs was to be had."""
+
+
+class PeerAllReduce:
+    """The op `all_reduce` where the ranks' communicator is `peers`, with `add_norm`."""
+
+    @staticmethod
+    def unsupported(needs: AllReduceNeeds) -> list[str]:
+        return []
+
+    @staticmethod
+    def bind(needs: AllReduceNeeds, tensors: AllReduceTensors) -> AllReduce:
+        reduce: AllReduce = tensors.parallel.all_reduce
+        communicator: Communicator | None = getattr(tensors.parallel, "communicator", None)
+        if not isinstance(communicator, PeerCommunicator):
+            return reduce
+        memory = open_rows(communicator, needs.hidden_size, getattr(torch, needs.dtype))
+        return reduce if memory is None else SumAddNorm(reduce, communicator, memory, needs)
+
+
+def open_rows(communicator: PeerCommunicator, width: int, dtype: torch.dtype) -> RowMemory | None:
+    """Make room for rows of `width` numbers, once for all layers; every rank makes it at the same place of its model. None: the kernel
+    does not serve them."""
+    num_bytes = width * dtype.itemsize
+    if dtype not in DTYPES or num_bytes % 4 or width < LEAST_WIDTH or num_bytes > 4 * norm_kernel.MOST_WORDS:
+        return None
+    words = num_bytes // 4
+    opened: dict[Any, RowMemory] = communicator.kept
+    if words not in opened:
+        found = communicator.open_memory(f"rows of {words}", norm_kernel.memory_words(communicator.size, words))
+        if found is None:
+            return None
+        opened[words] = RowMemory(*found, torch.zeros(norm_kernel.PROGRAMS, dtype=torch.int32, device=found[1].device))
+    return opened[words]
+
+
+class RowMemory:
+    """Where rows of one width go round. peers: kept while addresses are used."""
+
+    def __init__(self, peers: list[Tensor], addresses: Tensor, calls: Tensor) -> None:
+        self.peers, self.addresses, self.calls = peers, addresses, calls
+
+
+class SumAddNorm:
+    """A sum over ranks; see `AllReduce`."""
+
+    def __init__(
+        self,
+        reduce: Callable[[Tensor], Tensor],
+        communicator: PeerCommunicator,
+        memory: RowMemory,
+        needs: AllReduceNeeds,
+    ) -> None:
+        self._reduce, self._communicator, self._memory = reduce, communicator, memory
+        self._dtype, self._width = getattr(torch, needs.dtype), needs.hidden_size
+        self._pdl = has_pdl(communicator.device)
+
+    def __call__(self, partial: Tensor) -> Tensor:
+        return self._reduce(partial)
+
+    def add_norm(
+        self, hidden: Tensor, residual: Tensor | None, norm: Tensor, spec: NormSpec, post_norm: Tensor | None,
+        post_spec: NormSpec | None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """-> (normed rows, residual'), the latter in residual's memory, or hidden's. None: there is nothing, or too much for it."""
+        num_bytes = hidden.numel() * hidden.element_size()
+        if not 0 < num_bytes < NCCL_FROM_BYTES or hidden.dtype != self._dtype or norm.dtype != self._dtype:
+            return None
+        if not hidden.is_contiguous() or (residual is not None and not residual.is_contiguous()):
+            return None
+        rows, total = torch.empty_like(hidden), hidden if residual is None else residual
+        given = [_as_words(one) for one in (hidden, residual, total, rows, norm, post_norm)]
+        communicator, memory, size = self._communicator, self._memory, self._communicator.size
+        row_words, num_rows = self._width * hidden.element_size() // 4, len(hidden)
+        block = triton.next_power_of_2(row_words)
+        communicator.check()
+        norm_kernel.sum_add_norm_kernel[(min(num_rows, norm_kernel.PROGRAMS),)](
+            *given, memory.addresses, memory.calls, communicator.failed, num_rows, communicator.limit, spec.eps,
+            0.0 if post_spec is None else post_spec.eps, NUMBERS=self._width, ROW=row_words, BLOCK=block,
+            RANK=communicator.rank, SIZE=size, SLOTS=norm_kernel.SLOTS,
+            TWO_SHOT=size > 2 and num_bytes >= TWO_SHOTS_FROM_BYTES, DTYPE=DTYPES[hidden.dtype],
+            UNIT_OFFSET=spec.unit_offset, POST_UNIT_OFFSET=post_spec is not None and post_spec.unit_offset,
+            PDL=self._pdl, num_warps=min(max(block // 128, 1), 16), **({"launch_pdl": True} if self._pdl else {}),
+        )  # fmt: skip
+        return rows, total
+
+
+def _as_words(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.view(torch.int32)
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Compute capability 9.0 and later, unless PELTON_DEPENDENT_LAUNCH says no."""
+    if device.type != "cuda" or torch.version.hip is not None or not env.dependent_launch():
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,148 @@
+"""A kernel that sums rows over ranks through peers' memory, adds the residual and norms: one launch where a sum, a load and a norm were.
+
+As in `kernels.py` each word of 4 bytes travels with the number of its call, so there is no barrier. Program p of one rank talks to
+program p of the others alone, a row at a time, through places of its own: one for each source, one for a sum that another rank has
+made, each twice, used in turn. A call ends when a rank has what all others brought to it, and it brings nothing to the next one
+before: who writes the next call but one knows that all have read this one.
+
+One shot: every rank sends its row to all others, and adds up what came. Two shots: row r is added up by rank r modulo ranks, which sends
+the sum to all others. Then each rank sends and takes two rows' worth in place of one for each other rank.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pelton_platforms.gpu.peers.kernels import _high, _low, _memory_of, _packed
+
+SLOTS = 2
+PROGRAMS = 64
+"""Rows at once. All programs of a launch run at once: each waits for its partners."""
+MOST_WORDS = 8192
+"""Of a row, which one program holds."""
+
+
+@triton.jit
+def _wire(words, call):
+    return (call.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _wait_row(place, inside, call, failed, limit):
+    """The words there, once all carry the number of the call; after `limit` looks `failed` is set, and they are whatever is there."""
+    found = tl.load(place, inside, 0, volatile=True)
+    looks = 0
+    while (tl.min((((found >> 32).to(tl.int32) == call) | ~inside).to(tl.int32)) == 0) & (looks < limit):
+        found = tl.load(place, inside, 0, volatile=True)
+        looks += 1
+    if looks >= limit:
+        tl.store(failed, 1)
+    return found.to(tl.int32)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _inverse_rms(low, high, inside, eps, NUMBERS: tl.constexpr, DTYPE: tl.constexpr):
+    squares = tl.where(inside, low * low, 0.0)
+    if tl.float32 != DTYPE:
+        squares += tl.where(inside, high * high, 0.0)
+    return 1.0 / tl.sqrt_rn(tl.sum(squares) / NUMBERS + eps)
+
+
+@triton.jit
+def _normed(x, inverse_rms, weight, UNIT_OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """Rounded before the product with the weight, with UNIT_OFFSET only behind it."""
+    x = x * inverse_rms
+    if UNIT_OFFSET:
+        return x * (1.0 + weight)
+    return _rounded(x, DTYPE) * weight
+
+
+@triton.jit
+def sum_add_norm_kernel(
+    given, residual, total, normed, norm, post_norm, addresses, calls, failed, num_rows, limit, eps, post_eps,
+    NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    SLOTS: tl.constexpr, TWO_SHOT: tl.constexpr, DTYPE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    POST_UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """residual' = post_norm(sum over ranks of given) + residual, to total; its normed rows to normed.
+
+    given, residual, total, normed [num_rows, ROW] int32: rows of NUMBERS numbers of DTYPE as words; residual may be None, total may be
+    residual or given. norm, post_norm [ROW], the latter may be None. addresses [SIZE] int64, of the ranks' memory; calls [PROGRAMS]
+    int32. Sums in float32, in order of rank; they, post-normed rows, residual' and normed rows are rounded to DTYPE."""
+    program = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < ROW
+    weight = tl.load(norm + lane, inside, 0)
+    if post_norm is not None:
+        post_weight = tl.load(post_norm + lane, inside, 0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # who follows waits for the end all the same
+    own = _memory_of(addresses, RANK)
+    call = tl.load(calls + program)
+    for row in range(program, num_rows, tl.num_programs(0)):
+        at = row * ROW + lane  # less than 512 KiB in all
+        words = tl.load(given + at, inside, 0)
+        call += 1
+        wire = _wire(words, call)
+        places = (program * SLOTS + (call & (SLOTS - 1))) * (SIZE + 1) * BLOCK + lane
+        owner = row % SIZE
+        if TWO_SHOT:
+            if owner != RANK:
+                tl.store(_memory_of(addresses, owner) + places + RANK * BLOCK, wire, inside)
+        else:
+            for rank in tl.static_range(SIZE):
+                if rank != RANK:
+                    tl.store(_memory_of(addresses, rank) + places + RANK * BLOCK, wire, inside)
+        if residual is not None:  # under way while the others' rows are
+            before = tl.load(residual + at, inside, 0)
+        if (owner == RANK) | (not TWO_SHOT):
+            low = tl.zeros([BLOCK], tl.float32)
+            high = tl.zeros([BLOCK], tl.float32)
+            for rank in tl.static_range(SIZE):
+                if rank == RANK:
+                    theirs = words
+                else:
+                    theirs = _wait_row(own + places + rank * BLOCK, inside, call, failed, limit)
+                low += _low(theirs, DTYPE)
+                if tl.float32 != DTYPE:
+                    high += _high(theirs, DTYPE)
+            found = _packed(low, high, DTYPE)
+            if TWO_SHOT:
+                for rank in tl.static_range(SIZE):
+                    if rank != RANK:
+                        tl.store(_memory_of(addresses, rank) + places + SIZE * BLOCK, _wire(found, call), inside)
+        else:
+            found = _wait_row(own + places + SIZE * BLOCK, inside, call, failed, limit)
+        low = _low(found, DTYPE)
+        high = low
+        if tl.float32 != DTYPE:
+            high = _high(found, DTYPE)
+        if post_norm is not None:
+            post = _inverse_rms(low, high, inside, post_eps, NUMBERS, DTYPE)
+            low = _rounded(_normed(low, post, _low(post_weight, DTYPE), POST_UNIT_OFFSET, DTYPE), DTYPE)
+            if tl.float32 != DTYPE:
+                high = _rounded(_normed(high, post, _high(post_weight, DTYPE), POST_UNIT_OFFSET, DTYPE), DTYPE)
+        if residual is not None:
+            low = _rounded(low + _low(before, DTYPE), DTYPE)
+            if tl.float32 != DTYPE:
+                high = _rounded(high + _high(before, DTYPE), DTYPE)
+        tl.store(total + at, _packed(low, high, DTYPE), inside)
+        inverse = _inverse_rms(low, high, inside, eps, NUMBERS, DTYPE)
+        low = _normed(low, inverse, _low(weight, DTYPE), UNIT_OFFSET, DTYPE)
+        if tl.float32 != DTYPE:
+            high = _normed(high, inverse, _high(weight, DTYPE), UNIT_OFFSET, DTYPE)
+        tl.store(normed + at, _packed(low, high, DTYPE), inside)
+    tl.store(calls + program, call)
+
+
+def memory_words(size: int, row_words: int) -> int:
+    """Words of 8 bytes that a rank's memory has."""
+    return PROGRAMS * SLOTS * (size + 1) * triton.next_power_of_2(row_words)

@@ -1,0 +1,59 @@
+"""Sum over ranks, residual and norm in one launch: in Triton's interpreter between processes, and on a GPU that ranks share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SUPPORT = Path(__file__).parents[2] / "support"
+_TIMEOUT_S = 240.0
+
+
+def reports_of(folder: Path, size: int, device: str) -> list[dict[str, list[str]]]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), environ.get("PYTHONPATH", "")])
+    if device == "cpu":
+        environ["TRITON_INTERPRET"] = "1"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pelton_add_norm_ranks", str(rank), str(size), str(folder / "store"), device],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        texts = [rank.communicate(timeout=_TIMEOUT_S)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for number, (rank, text) in enumerate(zip(ranks, texts, strict=True)):
+        assert rank.returncode == 0, f"rank {number} ended with status {rank.returncode}: {text[-1500:]}"
+    return [json.loads(text.splitlines()[-1]) for text in texts]
+
+
+def check(reports: list[dict[str, list[str]]], kinds: set[str]) -> None:
+    for rank, report in enumerate(reports):
+        assert set(report) == kinds
+        assert report == {kind: [] for kind in kinds}, f"rank {rank}"
+
+
+def test_two_ranks_sum_in_one_shot(tmp_path: Path) -> None:
+    check(reports_of(tmp_path, 2, "cpu"), {"one shot", "sizes"})
+
+
+def test_three_ranks_sum_in_one_shot_and_in_two(tmp_path: Path) -> None:
+    check(reports_of(tmp_path, 3, "cpu"), {"one shot", "sizes", "two shots"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_one_gpu(tmp_path: Path, size: int) -> None:
+    kinds = {"one shot", "sizes", "captured"} | ({"two shots"} if size > 2 else set())
+    check(reports_of(tmp_path, size, "cuda:0"), kinds)

@@ -1,0 +1,147 @@
+"""One rank of `sum_add_norm_kernel`'s tests: `python -m pelton_add_norm_ranks RANK SIZE STORE DEVICE`. Prints what is wrong, as JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from pelton.ops.interface import AddNormNeeds, AddNormTensors, AllReduceNeeds, AllReduceTensors, NormSpec
+from pelton.parallel.communicator import CommunicatorContext, GroupContext
+from pelton_backends.reference.ops import ReferenceAddNorm
+from pelton_platforms.gpu.peers import add_norm, norm_kernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((1, 64), (3, 320))
+GPU_SHAPES = {torch.float32: ((3, 320),), torch.bfloat16: ((1, 4096), (7, 2880), (70, 64)), torch.float16: ((2, 64),)}
+"""Of 70 rows some programs have two; in the interpreter, whose time goes with the rows, there are two programs. A kernel is compiled for
+each width."""
+
+
+def given(seed: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+class Checks:
+    def __init__(self, communicator, device: str) -> None:
+        self.group, self.device = communicator, device
+        self.number = 0
+
+    def bound(self, width: int, dtype: torch.dtype):
+        needs = AllReduceNeeds(dtype=str(dtype).removeprefix("torch."), hidden_size=width, tp_size=self.group.size)
+        return add_norm.PeerAllReduce.bind(needs, AllReduceTensors(GroupContext(self.group)))
+
+    def run(self) -> Iterator[str]:
+        for dtype in DTYPES:
+            for shape in SHAPES if self.device == "cpu" else GPU_SHAPES[dtype]:
+                reduce = self.bound(shape[1], dtype)
+                yield from self.compare(reduce, shape, dtype, True, False, False)
+                yield from self.compare(reduce, shape, dtype, True, True, True)
+                yield from self.compare(reduce, shape, dtype, False, False, True)
+
+    def compare(self, reduce, shape, dtype, has_residual: bool, has_post: bool, unit_offset: bool) -> Iterator[str]:
+        self.number += 1
+        what = f"{dtype} {shape} residual {has_residual} post {has_post}"
+        spec = NormSpec(size=shape[1], eps=1e-5, unit_offset=unit_offset)
+        parts = [given(self.number, rank, shape, dtype, self.device) for rank in range(self.group.size)]
+        residual = given(self.number, 90, shape, dtype, self.device) if has_residual else None
+        norm, post = (given(self.number, rank, (1, shape[1]), dtype, self.device)[0] for rank in (91, 92))
+        total = torch.zeros(shape, device=self.device)
+        for part in parts:  # in order of rank
+            total += part.float()
+        needs = AddNormNeeds(
+            dtype=str(dtype).removeprefix("torch."), norm=spec, post_norm=spec if has_post else None, tp_size=1
+        )
+        reference = ReferenceAddNorm.bind(needs, AddNormTensors(norm, post if has_post else None))
+        rows, expected = reference(total.to(dtype), None if residual is None else residual.clone())
+        found = reduce.add_norm(
+            parts[self.group.rank].clone(), None if residual is None else residual.clone(), norm, spec,
+            post if has_post else None, spec if has_post else None,
+        )  # fmt: skip
+        if found is None:
+            yield f"{what}: not served"
+            return
+        # A sum of squares in another order moves a normed number by one step of its dtype, and so what is made of it.
+        step = 4 * torch.finfo(dtype).eps
+        exact = not has_post and (
+            self.device != "cpu" or dtype != torch.bfloat16
+        )  # the interpreter cuts off what it rounds to it
+        for name, mine, wanted, is_exact in (("residual", found[1], expected, exact), ("rows", found[0], rows, False)):
+            if is_exact and not torch.equal(mine, wanted):
+                yield f"{what}: {name} differs by {(mine.float() - wanted.float()).abs().max():.2e}"
+            elif not torch.allclose(mine.float(), wanted.float(), rtol=step, atol=step):
+                yield f"{what}: {name} is off by {(mine.float() - wanted.float()).abs().max():.2e}"
+
+    def too_much(self) -> Iterator[str]:
+        """What NCCL moves is left to it, and no rows are none."""
+        reduce = self.bound(1024, torch.float32)
+        spec, norm = NormSpec(size=1024, eps=1e-5), torch.ones(1024, device=self.device)
+        for rows in (0, 128):
+            if reduce.add_norm(torch.zeros(rows, 1024, device=self.device), None, norm, spec, None, None) is not None:
+                yield f"{rows} rows of 4 KiB are served"
+
+    def captured(self) -> Iterator[str]:
+        """Layers one after another in a graph that is replayed: every call has its own number."""
+        dtype, shape, layers = torch.bfloat16, (5, 1024), 7
+        reduce, spec = self.bound(1024, dtype), NormSpec(size=1024, eps=1e-5)
+        norm = torch.ones(1024, dtype=dtype, device=self.device)
+        hidden, residual = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
+
+        def chain(one, other, sums):
+            for _ in range(layers):
+                one, other = sums(one.clone(), other)
+            return one, other
+
+        def fused(one, other):
+            return reduce.add_norm(one, other, norm, spec, None, None)
+
+        def apart(one, other):
+            total = reduce(one).float() + other.float()
+            total = total.to(dtype)
+            return torch.nn.functional.rms_norm(total.float(), (1024,), None, 1e-5).to(dtype), total
+
+        fused(hidden.clone(), residual.clone())  # compiled
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = chain(hidden, residual.clone(), fused)
+        for turn in range(5):
+            hidden.copy_(given(turn, self.group.rank, shape, dtype, self.device))
+            residual.copy_(given(turn, 90, shape, dtype, self.device))
+            graph.replay()
+            wanted = chain(hidden, residual.clone(), apart)
+            for mine, one in zip(found, wanted, strict=True):
+                if not torch.allclose(mine.float(), one.float(), rtol=0.05, atol=0.05):
+                    yield f"replay {turn} is off by {(mine.float() - one.float()).abs().max():.2e}"
+
+
+def main() -> int:
+    rank, size, store, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    load = (
+        "pelton_host_peers:HostPeers" if device == "cpu" else "pelton_platforms.gpu.peers.communicator:PeerCommunicator"
+    )
+    if device == "cpu":
+        norm_kernel.PROGRAMS = 2
+    module, _, name = load.partition(":")
+    communicator = getattr(importlib.import_module(module), name)(
+        CommunicatorContext(rank=rank, size=size, device=torch.device(device), store=store, timeout_s=60.0)
+    )
+    checks = Checks(communicator, device)
+    report = {"one shot": list(checks.run()), "sizes": list(checks.too_much())}
+    if size > 2:
+        add_norm.TWO_SHOTS_FROM_BYTES = 0
+        report["two shots"] = list(checks.run())
+    if device != "cpu":
+        report["captured"] = list(checks.captured())
+    communicator.all_reduce(torch.ones(1, device=device))  # nobody leaves before all are done
+    print(json.dumps(report), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
