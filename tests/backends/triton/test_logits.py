@@ -128,6 +128,26 @@ def test_the_best_token_comes_with_the_logits(num_rows, device):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 32, 33, 128])
+def test_wide_rows_have_the_best_token_in_place_of_logits(num_rows, device):
+    """Logits that are written come from cuBLAS there, which may round otherwise."""
+    from pelton_backends.triton.ops.sampling.best import best_of
+
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    case = make_case(128, 4096, 3001, torch.bfloat16, device)
+    head, rows = bound(case), torch.randperm(128, device=device)[:num_rows]
+    logits = head(case.hidden, case.residual, rows)
+    assert best_of(logits) is None
+    token = only_best.set(True)
+    best = best_of(head(case.hidden, case.residual, rows))
+    only_best.reset(token)
+    assert best is not None
+    found = logits.gather(1, (0x7FFFFFFF - (best & 0x7FFFFFFF))[:, None])[:, 0]
+    assert (found >= logits.amax(1) - 1e-4 * logits.abs().amax(1)).all()
+
+
 def test_a_part_of_the_logits_has_no_best_tokens():
     from pelton_backends.triton.ops.sampling.best import best_of, leave_best
 

@@ -105,7 +105,8 @@ class _Head(RowNorms):
         early = self.pdl and needs.norm.size <= 2048
         self.few_flags = {**self.norms, "PDL": early, **launch_options(early)}
         self.vocab_rows = most_vocab_rows(self.weight) if self.bias is None and self.soft_cap is None else 0
-        # One row of 151,936 x 1,024 and its greedy token take 77 us with that kernel, 4 rows 88; with this one up to 8 rows take 72.
+        # 151,936 x 1,024 and the greedy tokens take 88 us with that kernel at 4 rows; with this one up to 8 rows take 72. A step of one row
+        # takes as long with either, and one launch less with that one.
         self.prefers_best = self.vocab_rows > 0 and self.hidden_size <= 2048
         if self.vocab_rows:
             self.best = torch.full((self.vocab_rows,), NO_KEY, dtype=torch.int64, device=self.weight.device)
@@ -127,7 +128,7 @@ class _Head(RowNorms):
 
     def many(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         """Logits of any number of rows."""
-        if rows.shape[0] <= self.vocab_rows:
+        if rows.shape[0] <= self.vocab_rows and (self.hidden_size <= 2048 or only_best.get()):
             best = self.best[: rows.shape[0]]
             normed = self.normed(hidden, residual, rows, best)
             return leave_best(self.vocab(normed, best, is_written=not only_best.get()), best)
@@ -169,7 +170,8 @@ class TritonAddNormLogits:
                 return torch.empty((0, head.vocab_size), dtype=torch.float32, device=hidden.device)
             hidden = inner_contiguous(hidden)
             residual = None if residual is None else inner_contiguous(residual)
-            is_few = rows.shape[0] <= head.few_rows and not (head.prefers_best and only_best.get())
+            num_rows = rows.shape[0]
+            is_few = num_rows <= head.few_rows and not (num_rows > 1 and head.prefers_best and only_best.get())
             return (head.few if is_few else head.many)(hidden, residual, rows)
 
         return call
