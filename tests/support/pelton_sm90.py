@@ -52,7 +52,16 @@ from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_at
 from pelton_backends.triton.attention.decode_shares import LaunchShape, PartBuffers, deal_rows
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
-from pelton_backends.triton.ops.linear import fp8, fp8_one_row, gemv, hopper_split_k, large_batch, small_batch, split_k
+from pelton_backends.triton.ops.linear import (
+    fp8,
+    fp8_one_row,
+    gemv,
+    hopper_split_k,
+    hopper_vocab,
+    large_batch,
+    small_batch,
+    split_k,
+)
 from pelton_backends.triton.ops.lora import gemv as lora_gemv
 from pelton_backends.triton.ops.lora import hopper as lora_hopper
 from pelton_backends.triton.ops.lora import linear as lora
@@ -259,7 +268,14 @@ def speculate() -> None:
     speculation.TritonVerify.bind(VerifyNeeds(num_drafts=3), VerifyTensors(state))(slots, drafted, sampled, result)
 
 
+def logits() -> None:
+    """Those of 128 rows, of which the best are wanted alone."""
+    weight, best = torch.empty(VOCAB, 1024, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.int64)
+    hopper_vocab.VocabProduct(weight)(torch.empty(128, 1024, dtype=torch.bfloat16), best, is_written=False)
+
+
 SAMPLING = {
+    "logits": logits,
     "speculation": speculate,
     "sampling": lambda: sample(None, 0, has_mask=False),
     "sampling with all": lambda: sample(20, 2, has_mask=True),
@@ -333,6 +349,7 @@ def main(*arguments: str) -> None:
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = (
         fp8_one_row.has_pdl
     ) = lambda device: True
+    hopper_vocab.has_pdl = lambda device: True
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     for is_end, group in itertools.groupby(arguments[not has_code :], "--".__eq__):

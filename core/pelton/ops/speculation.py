@@ -58,5 +58,7 @@ class Verify(Protocol):
         its first a drafts that are equal: token_ids gets sampled token a behind them, and num_computed_tokens[slot] += 1 + a.
         result [R, 4 + K] int32, written: a, the largest code of the first 1 + a, num_draft, and 1 + K tokens, of which the
         first 1 + a count. A row whose slot is `state.padding_slot` does nothing and gets zeros.
+        Optional: a method `verify_greedy(slots, num_draft, logits, result)` that does the same from logits [R (1 + K), V] of rows that
+        take their best tokens, or returns False and does nothing.
         """
         ...

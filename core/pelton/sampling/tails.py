@@ -5,6 +5,7 @@ A key without a tail ends at the hidden states.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 
@@ -28,6 +29,10 @@ class Variant:
 
 GREEDY = Variant(is_greedy=True)
 FULL = Variant()
+
+only_best: ContextVar[bool] = ContextVar("pelton_only_best", default=False)
+"""Set while `add_norm_logits` is called for rows whose `sample` op is greedy and has an attribute `takes_best = True`: both are of
+one backend, and the logits' memory may stay unwritten where each row's best token goes with them."""
 
 
 @dataclass(frozen=True, slots=True)

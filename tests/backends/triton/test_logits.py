@@ -9,6 +9,7 @@ import torch
 from pelton_linear_oracle import TOLERANCES, make_case, rms_norm
 
 from pelton.ops.interface import AddNormLogitsNeeds, AddNormLogitsTensors, LinearSpec, LinearWeights
+from pelton.sampling.tails import only_best
 from pelton_backends.triton.ops.logits import TritonAddNormLogits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,3 +100,57 @@ def test_refuses_what_it_cannot_do(device):
     for options in ({"tp_size": 2}, {"dtype": "float8"}):
         needs = AddNormLogitsNeeds(**{"dtype": "float32", "norm": norm, "linear": spec, "vocab_size": 8} | options)
         assert TritonAddNormLogits.unsupported(needs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [5, 32, 33, 100, 128])
+def test_the_best_token_comes_with_the_logits(num_rows, device):
+    """Written or not, it is the one that the logits have: the lowest of equal ones."""
+    from pelton_backends.triton.ops.sampling.best import best_of
+
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    case = make_case(128, 1024, 3001, torch.bfloat16, device)
+    case.weight[2000] = case.weight[7]
+    head, rows = bound(case), torch.randperm(128, device=device)[:num_rows]
+    check(case, rows)
+    logits = head(case.hidden, case.residual, rows)
+    best = best_of(logits)
+    assert best is not None
+    token = only_best.set(True)
+    alone = best_of(head(case.hidden, case.residual, rows))
+    only_best.reset(token)
+    assert alone is not None and torch.equal(best, alone)
+    tokens = 0x7FFFFFFF - (best & 0x7FFFFFFF)
+    assert (logits.gather(1, tokens[:, None])[:, 0] == logits.amax(1)).all()
+    assert torch.equal(
+        tokens, torch.where(logits == logits.amax(1, keepdim=True), torch.arange(3001, device=device), 3001).amin(1)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 32, 33, 128])
+def test_wide_rows_have_the_best_token_in_place_of_logits(num_rows, device):
+    """Logits that are written come from cuBLAS there, which may round otherwise."""
+    from pelton_backends.triton.ops.sampling.best import best_of
+
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    case = make_case(128, 4096, 3001, torch.bfloat16, device)
+    head, rows = bound(case), torch.randperm(128, device=device)[:num_rows]
+    logits = head(case.hidden, case.residual, rows)
+    assert best_of(logits) is None
+    token = only_best.set(True)
+    best = best_of(head(case.hidden, case.residual, rows))
+    only_best.reset(token)
+    assert best is not None
+    found = logits.gather(1, (0x7FFFFFFF - (best & 0x7FFFFFFF))[:, None])[:, 0]
+    assert (found >= logits.amax(1) - 1e-4 * logits.abs().amax(1)).all()
+
+
+def test_a_part_of_the_logits_has_no_best_tokens():
+    from pelton_backends.triton.ops.sampling.best import best_of, leave_best
+
+    logits = leave_best(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))
+    assert best_of(logits) is not None
+    assert best_of(logits[:2]) is best_of(logits / 8) is None

@@ -25,7 +25,7 @@ IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sampling with all", "speculation", "drafts", "parts",
-          "sums")  # fmt: skip
+          "sums", "logits")  # fmt: skip
 Kernels = Callable[..., list[dict[str, Any]]]
 
 
@@ -119,6 +119,14 @@ def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers(bfloa
     assert "QGMMA" in kernels[-1]["instructions"], "many rows are multiplied by tensor cores in e4m3"
     code = kernels[2]["instructions"]
     assert "UTMALDG" in code[: code.index("ACQBULK")] and "QGMMA" in code, "weights are on their way before the wait"
+
+
+def test_logits_fetch_before_they_wait_and_leave_only_the_best(bfloat16: Kernels) -> None:
+    (kernel,) = bfloat16("logits")
+    code = kernel["instructions"]
+    early = set(code[: code.index("ACQBULK")])
+    assert "UTMALDG" in early and not early & WRITES
+    assert {"HGMMA", "REDG"} <= set(code) and "STG" not in code
 
 
 def test_rows_are_dealt_out_by_a_kernel_that_waits_too(bfloat16: Kernels) -> None:

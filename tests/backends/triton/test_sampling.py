@@ -99,6 +99,33 @@ def test_greedy_rows_equal_the_reference(device, variant, vocab):
     assert not state.token_ids[state.padding_slot].any()
 
 
+def test_greedy_rows_take_the_best_that_came_with_their_logits(device):
+    """The logits are not looked at: their memory may never have been written."""
+    from pelton_backends.triton.ops.sampling.best import NO_KEY, leave_best
+
+    state = make_state(device, 70, num_seqs=6)
+    for slot in range(5):
+        add(state, slot, [0] * (3 + 5 * slot), temperature=0)
+    other = copy_of(state)
+    logits = torch.randn(6, 70, generator=torch.Generator().manual_seed(0))
+    logits[0] = -logits[0].abs()
+    logits[1, 5] = INF
+    logits[2] = -INF
+    logits[3, 7] = float("nan")
+    keys = logits.view(torch.int32).long()
+    keys = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys)
+    best = ((keys << 32) | (0x7FFFFFFF - torch.arange(70))).amax(1)
+    assert best.min() > NO_KEY
+    slots = [3, 1, 0, 2, 4, state.padding_slot]
+    result = torch.full((6, 2), -7, dtype=torch.int32, device=device)
+    unwritten = leave_best(torch.full((6, 70), float("nan"), device=device), best.to(device))
+    bind(state, variant="greedy")(unwritten, torch.tensor(slots, device=device), result)
+    want = run(bind(other, ReferenceSample, variant="greedy"), logits, slots)
+    assert result.tolist() == want
+    assert [code for _, code in want] == [OK, NOT_FINITE, NOT_FINITE, NOT_FINITE, OK, OK]
+    assert_same_state(state, other)
+
+
 def test_greedy_again_and_again(device):
     """The counters of arrived programs are back at zero after each step; tokens past the end go to the spare column."""
     vocab = 9000

@@ -19,6 +19,7 @@ from pelton_backends.triton.attention.decode import NewTokens, NormRope
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
 from pelton_backends.triton.attention.decode_shares import LaunchShape, deal_rows
 from pelton_backends.triton.ops.sampling import speculation
+from pelton_backends.triton.ops.sampling.best import leave_best
 from pelton_backends.triton.ops.sampling.speculation import TritonLookupDrafts, TritonVerify
 from pelton_backends.triton.runtime import num_sms
 from pelton_platforms.device.steps.batch_state import BatchState
@@ -79,6 +80,32 @@ def test_verified_rows_are_the_reference_s(device, num_drafts) -> None:
         assert found[0] == found[1]
         assert found[0][0][2] == [0] * (4 + num_drafts), "padding"
         accepted |= {row[0] for row in found[0][0]}
+    assert {0, 1} <= accepted
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_rows_are_verified_by_the_best_tokens_that_came_with_their_logits(device, num_drafts) -> None:
+    chooser, accepted = random.Random(num_drafts), set()
+    for seed in range(8):
+        state, other = random_state(seed, device), random_state(seed, device)
+        slots = torch.tensor([2, 0, ROWS, 4, 5], device=device)
+        num_draft = torch.tensor([chooser.randrange(num_drafts + 1), 1, 0, num_drafts, num_drafts], device=device)
+        sampled = [(chooser.randrange(3), chooser.choice([0, 0, 0, 1])) for _ in range(5 * (1 + num_drafts))]
+        keys = [(0x7F800000 if code else 0x3F800000) << 32 | (0x7FFFFFFF - token) for token, code in sampled]
+        logits = torch.full((len(keys), 5), float("nan"), device=device)
+        op = TritonVerify.bind(VerifyNeeds(num_drafts=num_drafts), VerifyTensors(state))
+        results = [torch.full((5, 4 + num_drafts), -7, dtype=torch.int32, device=device) for _ in range(2)]
+        assert not op.verify_greedy(slots, num_draft, logits, results[0]), "of these nothing is known"
+        assert (results[0] == -7).all()
+        best = torch.tensor(keys, device=device)
+        assert op.verify_greedy(slots, num_draft, leave_best(logits, best), results[0])
+        ReferenceVerify.bind(VerifyNeeds(num_drafts=num_drafts), VerifyTensors(other))(
+            slots, num_draft, torch.tensor(sampled, dtype=torch.int32, device=device), results[1]
+        )
+        assert torch.equal(*results)
+        assert torch.equal(state.token_ids[:, :MAX_LEN], other.token_ids[:, :MAX_LEN])
+        assert torch.equal(state.num_computed_tokens, other.num_computed_tokens)
+        accepted |= set(results[0][:, 0].tolist())
     assert {0, 1} <= accepted
 
 

@@ -50,7 +50,7 @@ class StepDrafts:
         self._sample: dict[Variant, SampleOp] = {}
         self._verify: Verify = ops.bind("verify", VerifyNeeds(num_drafts=num_drafts), VerifyTensors(state))
         for variant in (GREEDY, FULL):  # of captured steps, in which nothing may be allocated
-            self._bound(variant)
+            self.sample(variant)
         self._look_up: LookupDrafts | None = None
         if lookup is not None:
             self._look_up = ops.bind("lookup_drafts", lookup, LookupDraftsTensors(state))
@@ -73,6 +73,9 @@ class StepDrafts:
     ) -> None:  # fmt: skip
         """logits [R (1 + k), V], which may be overwritten; variant: of sampling, without tables and masks. shared: logits are those
         of this rank's rows. See `Verify`."""
+        verify_greedy = getattr(self._verify, "verify_greedy", None) if variant.is_greedy and shared is None else None
+        if verify_greedy is not None and verify_greedy(slots, num_draft, logits, result):
+            return
         sampled = self._sampled[: len(slots) * self.width]
         if shared is None:
             self._draw(variant, logits, slots, sampled)
@@ -86,14 +89,16 @@ class StepDrafts:
 
     def _draw(self, variant: Variant, logits: Tensor, slots: Tensor, sampled: Tensor) -> None:
         """A token of each of the logits' rows, [len(slots) (1 + k)]."""
-        rows, width, sample = self._rows, self.width, self._bound(variant)
+        rows, width, sample = self._rows, self.width, self.sample(variant)
         for start in range(0, len(logits), rows.max_num_seqs):
-            part = logits[start : start + rows.max_num_seqs]
+            # All of them as they are: what is known of a tensor (its rows' best tokens) is not known of its parts.
+            part = logits if len(logits) <= rows.max_num_seqs else logits[start : start + rows.max_num_seqs]
             if not variant.is_greedy:
                 self._state.lend(rows, slots[start // width : (start + len(part)) // width], width)
             sample(part, self._row[: len(part)], sampled[start : start + len(part)])
 
-    def _bound(self, variant: Variant) -> SampleOp:
+    def sample(self, variant: Variant) -> SampleOp:
+        """The op for the rows of logits, each as a request of its own."""
         if variant not in self._sample:
             needs = SampleNeeds(
                 vocab_size=self._state.vocab_size,

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from pelton.graphs.recordable import home
-from pelton.sampling.tails import GREEDY, Logits, Pool, Sample, Tail, Verify
+from pelton.layers.decoder import Decoder
+from pelton.sampling.tails import GREEDY, Logits, Pool, Sample, Tail, Verify, only_best
 
 if TYPE_CHECKING:
     from pelton.attention.interface import AttentionBackend
@@ -123,7 +124,28 @@ class StepProgram:
         return self._end_logits(key, inputs, logits)
 
     def _compute_logits(self, key: BatchDescriptor, inputs: StepInputs, hidden: Any, num_rows: int) -> Tensor:
-        """num_rows: that this rank gets. Where they are to stay, `_keep` has no copy to make on a device whose recorder can do that."""
+        """Return [num_rows, V], the rows that this rank gets; their memory may stay unwritten where `only_best` says so."""
+        token = only_best.set(self._takes_best(key.tail))
+        try:
+            return self._logits_of(key, inputs, hidden, num_rows)
+        finally:
+            only_best.reset(token)
+
+    def _takes_best(self, tail: Tail | None) -> bool:
+        """Return whether the tail reads each row's best token alone, and the model hands on the head's logits as they are."""
+        if self.ops.shares is not None:
+            return False  # the best of this rank is not that of all
+        if tail == Sample(GREEDY):
+            op = self.ops.sample(GREEDY)
+        elif tail == Verify(GREEDY) and self.ops.drafts is not None:
+            op = self.ops.drafts.sample(GREEDY)
+        else:
+            return False
+        compute = getattr(self.model, "compute_logits", None)
+        return bool(getattr(op, "takes_best", False)) and getattr(compute, "__func__", None) is Decoder.compute_logits
+
+    def _logits_of(self, key: BatchDescriptor, inputs: StepInputs, hidden: Any, num_rows: int) -> Tensor:
+        """Where they are to stay, `_keep` has no copy to make on a device whose recorder can do that."""
         model = cast("CausalLM", self.model)
         if inputs.is_cut:
             return model.compute_logits(hidden, torch.arange(len(inputs.logit_tokens), device=self._state.device))

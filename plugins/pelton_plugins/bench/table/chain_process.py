@@ -25,7 +25,7 @@ from pelton.kv_cache.planner import plan_kv_cache
 from pelton.model.resolve import resolve_model
 from pelton.platform.select import select_platform
 from pelton.plugins import load_plugins
-from pelton.sampling.tails import GREEDY
+from pelton.sampling.tails import GREEDY, only_best
 from pelton.worker.inputs import StepShape
 from pelton.worker.interface import WorkerContext
 from pelton.worker.select import worker_class
@@ -149,7 +149,15 @@ class DecodeStep:
         )
 
     def logits(self) -> Tensor:
-        return self.runner.model.compute_logits(self.runner.model.forward(self.batch()), self.slots)
+        return self.end(self.runner.model.forward(self.batch()))
+
+    def end(self, hidden: Any) -> Tensor:
+        """As a greedy step has its logits: maybe unwritten, with each row's best token."""
+        token = only_best.set(getattr(self.runner.ops.sample(GREEDY), "takes_best", False))
+        try:
+            return self.runner.model.compute_logits(hidden, self.slots)
+        finally:
+            only_best.reset(token)
 
     def sample(self, logits: Tensor) -> None:
         self.runner.ops.sample(GREEDY)(logits, self.slots, self.result)
@@ -170,7 +178,7 @@ def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, 
     qkv = first.qkv_proj(hidden, residual)[0].clone()
     attended = first.attn(qkv, batch).clone()
     mlp = _experts(layers, hidden, residual, batch) if _has_experts(first) else _mlp(layers, hidden, residual)
-    logits = model.compute_logits((hidden, residual), step.slots).clone()
+    logits = step.end((hidden, residual))
 
     def chain() -> Any:
         out, rest = hidden, residual
@@ -189,7 +197,7 @@ def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, 
         *mlp,
         ("a layer, in the chain", chain, layer_bytes, count, ""),
         ("inputs", step.batch, 0, 1, "prepare_inputs"),
-        ("logits", lambda: model.compute_logits((hidden, residual), step.slots), head_bytes, 1, "add_norm_logits"),
+        ("logits", lambda: step.end((hidden, residual)), head_bytes, 1, "add_norm_logits"),
         ("sample, greedy", lambda: step.sample(logits), logits.nbytes, 1, "sample"),
         ("the whole step", lambda: step.sample(step.logits()), layer_bytes * count + head_bytes, 1, ""),
     ]  # fmt: skip

@@ -37,6 +37,7 @@ from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
 from pelton.sampling.side_tables import GROUP
 from pelton.worker.batch_state import BatchTensors
 from pelton_backends.triton.launch import launch
+from pelton_backends.triton.ops.sampling.best import best_of, end_best_kernel
 from pelton_backends.triton.ops.sampling.logprobs import MOST_LOGPROBS, RawStatistics, target_strides
 from pelton_backends.triton.ops.sampling.nucleus import CUTS, finish_kernel, gather_kernel, measure_kernel
 from pelton_backends.triton.ops.sampling.rows import greedy_kernel, pick_kernel, scan_kernel
@@ -86,6 +87,8 @@ class TritonSample:
 class _Greedy:
     """One launch."""
 
+    takes_best = True
+
     def __init__(self, needs: SampleNeeds, state: BatchTensors) -> None:
         self._state, self._vocab_size = state, needs.vocab_size
         self._chunks = triton.cdiv(needs.vocab_size, _GREEDY_CHUNK)
@@ -96,6 +99,15 @@ class _Greedy:
     def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
         state, num_rows = self._state, len(slots)
         if not num_rows:
+            return
+        best = best_of(logits)
+        if best is not None:
+            launch(
+                end_best_kernel, (num_rows,),
+                best, slots, result, state.token_ids, state.num_computed_tokens, state.side_slots, state.side.counts,
+                state.side.touched, state.token_ids.stride(0), state.padding_slot, V=self._vocab_size, PDL=self._pdl, num_warps=1,
+                **launch_options(self._pdl),
+            )  # fmt: skip
             return
         launch(
             greedy_kernel, (num_rows, self._chunks),

@@ -8,7 +8,7 @@ R rows, K drafts
   slots, num_draft, num_found  [R]           int64, contiguous
   token_ids                    [S + 1, W]    int32, rows contiguous
   num_computed_tokens          [S + 1]       int64
-  sampled                      [R (1 + K), 2] int32;  result [R, 4 + K] int32
+  sampled                      [R (1 + K), 2] int32, or best [R (1 + K)] int64, see `best.py`;  result [R, 4 + K] int32
 
 A program a row. Looking up reads the text once from memory, and `longest` times from the cache behind it; the work follows from
 the text's length, which the device knows: a captured launch is as short as the text.
@@ -29,6 +29,7 @@ from pelton.ops.speculation import (
     VerifyTensors,
 )
 from pelton_backends.triton.launch import launch
+from pelton_backends.triton.ops.sampling.best import best_of, token_of_best
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 _TEXT_BLOCK = 1024
@@ -88,11 +89,13 @@ def verify_kernel(
     slots,
     num_draft,
     sampled,
+    best,
     result,
     token_ids,
     num_computed_tokens,
     token_stride,
     padding_slot,
+    V: tl.constexpr,
     DRAFTS: tl.constexpr,
     TOKENS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -107,8 +110,12 @@ def verify_kernel(
     text = token_ids + slot * token_stride
     place = tl.arange(0, TOKENS_BLOCK)
     is_token = place < DRAFTS + 1
-    own = sampled + 2 * (row * (DRAFTS + 1) + place)
-    tokens, codes = tl.load(own, mask=is_token, other=0), tl.load(own + 1, mask=is_token, other=0)
+    own = row * (DRAFTS + 1) + place
+    if best is None:
+        tokens = tl.load(sampled + 2 * own, mask=is_token, other=0)
+        codes = tl.load(sampled + 2 * own + 1, mask=is_token, other=0)
+    else:
+        tokens, codes = token_of_best(tl.load(best + own, mask=is_token, other=0), V)
     is_draft = (place < DRAFTS) & (place < drafted)
     drafts = tl.load(text + tl.minimum(known + 1 + place, token_stride - 1), mask=is_draft, other=-1)
     # The first place whose draft is none, or another token.
@@ -154,17 +161,31 @@ class TritonVerify:
 
     @staticmethod
     def bind(needs: VerifyNeeds, tensors: VerifyTensors) -> Verify:
-        state = tensors.state
-        pdl = has_pdl(state.device)
-        options = launch_options(pdl)
+        return _Verify(needs, tensors)
 
-        def verify(slots: Tensor, num_draft: Tensor, sampled: Tensor, result: Tensor) -> None:
-            launch(
-                verify_kernel, (len(slots),),
-                slots, num_draft, sampled, result, state.token_ids, state.num_computed_tokens, state.token_ids.stride(0),
-                state.padding_slot,
-                DRAFTS=needs.num_drafts, TOKENS_BLOCK=triton.next_power_of_2(needs.num_drafts + 1), PDL=pdl, num_warps=1,
-                **options,
-            )  # fmt: skip
 
-        return verify
+class _Verify:
+    def __init__(self, needs: VerifyNeeds, tensors: VerifyTensors) -> None:
+        self._num_drafts, self._state = needs.num_drafts, tensors.state
+        self._pdl = has_pdl(tensors.state.device)
+
+    def __call__(self, slots: Tensor, num_draft: Tensor, sampled: Tensor, result: Tensor) -> None:
+        self._launch(slots, num_draft, sampled, None, result)
+
+    def verify_greedy(self, slots: Tensor, num_draft: Tensor, logits: Tensor, result: Tensor) -> bool:
+        best = best_of(logits)
+        if best is not None:
+            self._launch(slots, num_draft, None, best, result)
+        return best is not None
+
+    def _launch(
+        self, slots: Tensor, num_draft: Tensor, sampled: Tensor | None, best: Tensor | None, result: Tensor
+    ) -> None:
+        state = self._state
+        launch(
+            verify_kernel, (len(slots),),
+            slots, num_draft, sampled, best, result, state.token_ids, state.num_computed_tokens, state.token_ids.stride(0),
+            state.padding_slot,
+            V=state.vocab_size, DRAFTS=self._num_drafts, TOKENS_BLOCK=triton.next_power_of_2(self._num_drafts + 1),
+            PDL=self._pdl, num_warps=1, **launch_options(self._pdl),
+        )  # fmt: skip
