@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,15 @@ LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 def make_adapter(
-    folder: str | Path, checkpoint: str, *, seed: int = 1, rank: int = 8, strength: float = 0.1, **config: Any
+    folder: str | Path,
+    checkpoint: str | Callable[[], Any],
+    *,
+    seed: int = 1,
+    rank: int = 8,
+    strength: float = 0.1,
+    **config: Any,
 ) -> Any:
-    """Save a random adapter of the checkpoint; returns PEFT's model with its weights merged."""
+    """Save a random adapter of the checkpoint, or of the model that is made; returns PEFT's model with its weights merged."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -20,7 +27,8 @@ def make_adapter(
     settings: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(LLAMA_TARGETS)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = get_peft_model(load_reference(checkpoint), LoraConfig(**(settings | config)))
+        base = load_reference(checkpoint) if isinstance(checkpoint, str) else checkpoint()
+        model = get_peft_model(base, LoraConfig(**(settings | config)))
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if "lora_" in name:

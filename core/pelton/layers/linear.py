@@ -232,16 +232,10 @@ class ShardLinear(LinearModule):
     def __init__(self, shard: LinearShard, *, config: BuildConfig, bias: bool = False) -> None:
         weights = config.quantization.create(config, [shard], bias=bias)
         super().__init__(weights)
-        needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
-        tensors = LinearTensors(weights)
-        self.linear: Linear = config.ops.bind("linear", needs, tensors)
-        self.adapter = config.adapter_layer([shard], base=BaseProduct("linear", needs, tensors))
+        self._bind_bare(config, [shard], weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.linear
-        if self.adapter is not None and self.adapter.is_used:
-            product = self.adapter.product
-        return product(x)
+        return self._bare_product(x)
 
 
 class RowParallelLinear(ShardLinear):

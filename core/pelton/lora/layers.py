@@ -57,6 +57,8 @@ def _no_memory(*args: Any) -> Any:
 class AdapterLayers(Protocol):
     """The layers of one worker that take adapters (`BuildConfig.adapters`)."""
 
+    rows: AdapterRows
+
     def add(
         self,
         build: BuildConfig,
