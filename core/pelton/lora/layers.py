@@ -73,5 +73,5 @@ class AdapterLayers(Protocol):
         ...
 
     def refuse(self, name: str, why: str) -> None:
-        """Say why the matrix `name` takes no adapter."""
+        """Say why the matrix `name`, or what is in the module of this name, takes no adapter."""
         ...

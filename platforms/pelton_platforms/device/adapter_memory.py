@@ -58,7 +58,7 @@ class AdapterMemory:
         """By the name of the matrix in the checkpoint, without ".weight": several where it is several matrices in one, each of which
         has the whole A and its own rows of B."""
         self.refused: dict[str, str] = {}
-        """Matrices that take none, and why."""
+        """Matrices, or whole modules of them, that take none, and why."""
         self.has_heads_left_out = False
         """The model pools: adapters may have been trained on it with or without a head around it."""
         self._is_unread: Callable[[str], bool] = lambda name: False
@@ -118,9 +118,12 @@ class AdapterMemory:
 
     def why_refused(self, name: str) -> str | None:
         """Return the reason against a matrix that the model knows and that takes none."""
-        if name not in self.refused and self._is_unread(f"{name}.weight"):
-            return "what this engine answers is computed without it"
-        return self.refused.get(name)
+        part = name
+        while part:
+            if part in self.refused:
+                return self.refused[part]
+            part = part.rpartition(".")[0]
+        return "what this engine answers is computed without it" if self._is_unread(f"{name}.weight") else None
 
     @property
     def size(self) -> int:
