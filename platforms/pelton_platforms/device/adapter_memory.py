@@ -149,7 +149,10 @@ class AdapterMemory:
             )
         self.has_heads_left_out, self._is_unread = build.pooling is not None, build.weights.ignores
         if not self._layers:
-            raise ConfigError("enable_lora is set, and no layer of this model takes adapters. Leave it out.")
+            why = "; ".join(sorted(set(self.refused.values())))
+            raise ConfigError(
+                f"enable_lora is set, and no layer of this model takes adapters{why and f' ({why})'}. Leave it out."
+            )
         shape = (self.num_slots, self._size)
         try:
             self.slots = torch.zeros(shape, dtype=build.dtype, device=build.device)
