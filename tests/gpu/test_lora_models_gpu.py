@@ -15,7 +15,6 @@ from pelton_transformers import make_checkpoint
 from pelton import LLM, LoRARequest
 from pelton.testing.models import make_tiny_checkpoint, make_tiny_encoder
 
-
 pytestmark = pytest.mark.gpu
 
 NUM_TOKENS = 16
