@@ -40,7 +40,9 @@ CASES: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("family", CASES)
 def test_ids_equal_merged_weights(family: str, tmp_path: Path) -> None:
     make, targets, settings = CASES[family]
-    options = {"with_tokenizer": False} if make is make_tiny_checkpoint else {}
+    options: dict[str, Any] = {"with_tokenizer": False} if make is make_tiny_checkpoint else {}
+    if family == "gemma3n":
+        options["vocab_size_per_layer_input"] = 320  # some versions of transformers look up ids beyond it
     path = str(make(tmp_path / "model", family, **options))
     adapter, merged = merged_checkpoint(tmp_path, path, seed=1, rank=8, strength=0.05, targets=targets)
     base, adapted = (gap_reference(family, one, PROMPTS, NUM_TOKENS, "cuda") for one in (path, merged))
