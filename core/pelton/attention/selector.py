@@ -137,11 +137,6 @@ def _judge(
     return Verdict(entry.name, entry.priority, tuple(reasons), backend)
 
 
-def _class_of(selection: Selection) -> type[AttentionBackend]:
-    assert not isinstance(selection.backend, Phased), "an entry gives a class"
-    return selection.backend
-
-
 class AttentionSelector:
     """One worker's choices; layers with equal needs share one."""
 
@@ -188,7 +183,8 @@ class AttentionSelector:
         decode = select(named=self.named_decode, phases=frozenset(["decode"]), layout=layout)
         if decode.backend is prefill.backend:
             return prefill
-        backend = Phased(_class_of(decode), _class_of(prefill))
+        assert not (isinstance(decode.backend, Phased) or isinstance(prefill.backend, Phased)), "entries give classes"
+        backend = Phased(decode.backend, prefill.backend)
         reason = f"decode: {decode.name} ({decode.reason}); prefill: {prefill.name} ({prefill.reason})"
         names = (decode.name, prefill.name)
         return Selection(backend.name, backend, needs, reason, decode.verdicts + prefill.verdicts, names)
@@ -200,3 +196,10 @@ class AttentionSelector:
     def graph_support(self) -> GraphSupport:
         """The least support among the model's backends."""
         return min((s.backend.graph_support for s in self._chosen.values()), default=GraphSupport.ALWAYS)
+
+
+def judge_backends(
+    entries: Iterable[BackendEntry], needs: AttentionNeeds, capability: Capability = None
+) -> list[Verdict]:
+    """`AttentionSelector.verdicts` of backends as they are, without settings."""
+    return AttentionSelector(entries, capability=capability).verdicts(needs)
