@@ -230,9 +230,11 @@ class ShardLinear(LinearModule):
         weights = config.quantization.create(config, [shard], bias=bias)
         super().__init__(weights)
         self._bind_bare(config, [shard], weights)
+        assert self.bare is not None
+        self.linear: Linear = self.bare
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._bare_product(x)
+        return self._with_adapters(self.linear)(x)
 
 
 class RowParallelLinear(ShardLinear):

@@ -74,7 +74,7 @@ class Pooler(nn.Module):
         assert config.pooling is not None
         self.spec: PoolingSpec = config.pooling
         self.dtype = config.dtype
-        body_only = replace(config, adapters=None)  # which sentence-transformers' modules are not a part of
+        body_only = config if config.adapters is None else replace(config, adapters=None)  # Dense is not a part of it
         self.dense = nn.ModuleList(Dense(spec, config=body_only) for spec in self.spec.dense)
         self._adapters = None if config.adapters is None else config.adapters.rows
         self._row_slots: Sequence[Tensor] | None = None  # of the step's rows: where their adapters lie
