@@ -44,7 +44,7 @@ class Entry:
                 target: Any = importlib.import_module(module_name)
             for part in attribute.split("."):
                 target = getattr(target, part)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, SystemExit) as error:
             raise PluginError(
                 f"{self} cannot be loaded: {type(error).__name__}: {error}. "
                 "Install what it needs, or leave its plugin out with PELTON_PLUGINS."

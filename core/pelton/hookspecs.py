@@ -102,13 +102,15 @@ def pelton_platforms() -> Sequence[PlatformEntry]:
 def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
     """Offer attention backends for `device_type` ("cuda", "rocm", "cpu", or that of a plugin's platform).
 
-    Called once per worker, before weights load. Must not import triton or touch a device: put that behind `load`.
+    Called once per worker, before weights load. Must not import triton or touch a device: put that behind `load`. Settings of your own
+    reach a backend by `AttentionBackend.configured`.
     """
 
 
 @hookspec(since="1.0")
 def pelton_ops(device_type: str) -> Sequence[OpEntry]:
-    """Offer implementations of fused ops for `device_type`. Called once per worker, before the model is built."""
+    """Offer implementations of fused ops for `device_type`. Called once per worker, before the model is built. Settings of your own
+    reach one by its `configured`."""
 
 
 @hookspec(since="1.0")

@@ -95,7 +95,7 @@ class Plugins:
                     result = implementation.function(*[arguments[name] for name in implementation.argnames])
             except ConfigError:
                 raise  # the operator's, not the plugin's
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise PluginError(
                     f"Plugin {implementation.plugin_name!r} fails in {hook}: {type(error).__name__}: {error}. {FIX_IT}"
                 ) from error

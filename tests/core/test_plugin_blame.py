@@ -229,8 +229,12 @@ def test_a_platform_whose_memory_is_not_a_number_of_bytes(install, checkpoint, s
             "offers 'mine' from pelton_models, of class Entry; the class has to be ModelEntry",
         ),
         ("\nimport sys\nsys.exit(3)\n", "fails to import acme_plugin: SystemExit: 3"),
+        (
+            "\n@hookimpl\ndef pelton_models():\n    raise SystemExit(3)\n",
+            "Plugin 'acme_plugin' fails in pelton_models: SystemExit: 3",
+        ),
     ],
-    ids=["none", "kind", "exit"],
+    ids=["none", "kind", "exit", "exit-in-the-hook"],
 )
 def test_what_a_hook_returns_is_checked(install, body, message):
     install(body)

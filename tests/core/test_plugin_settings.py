@@ -8,17 +8,20 @@ from typing import ClassVar
 
 import msgspec
 import pytest
+import torch
 
 from pelton import LLM, SamplingParams, hookimpl
 from pelton.config import EngineConfig
 from pelton.config.plugin_settings import check_plugin_settings, read_settings
-from pelton.entries import Entry, SettingsEntry
+from pelton.entries import BackendEntry, Entry, OpEntry, SettingsEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.plugin_metrics import PluginMetrics, PluginSample
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.plugins import LoadedPlugin, Plugins, load_plugins, register
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_backends.sdpa.backend import SDPABackend
+from pelton_plugins.commands.backends import describe as describe_backends
 from pelton_plugins.commands.plugins import _as_text, describe
 from pelton_plugins.flags import parse_flags
 from pelton_plugins.scheduler.policies import FCFSPolicy
@@ -62,6 +65,50 @@ class Scheduler(DefaultScheduler):
         return output
 
 
+class Attention(SDPABackend):
+    name = "even"
+    weight: ClassVar[float] = 0.0
+    made: ClassVar[list[float]] = []
+
+    @classmethod
+    def configured(cls, config):
+        return type(cls.__name__, (cls,), {"weight": read_settings(config, "even", FairSettings).weight})
+
+    @classmethod
+    def unsupported(cls, needs, capability=None):
+        return ["weight 9"] if cls.weight == 9.0 else super().unsupported(needs, capability)
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.made.append(self.weight)
+
+
+class Product:
+    """The op `linear`, for steps of as many tokens as the settings say."""
+
+    served: ClassVar[list[tuple[float, int]]] = []
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    @classmethod
+    def configured(cls, config):
+        return cls(read_settings(config, "even", FairSettings).weight)
+
+    def token_range(self, needs):
+        return 0, int(self.weight)
+
+    def unsupported(self, needs):
+        return []
+
+    def bind(self, needs, tensors):
+        def product(x):
+            self.served.append((self.weight, len(x)))
+            return torch.nn.functional.linear(x, tensors.linear.tensors["weight"])
+
+        return product
+
+
 class FairPlugin:
     PELTON_API = ">=1,<2"
 
@@ -74,6 +121,14 @@ class FairPlugin:
         return [Entry(name="even", load=f"{HERE}:Scheduler")]
 
     @hookimpl
+    def pelton_attention_backends(self, device_type):
+        return [BackendEntry(name="even", load=f"{HERE}:Attention", priority=99)]
+
+    @hookimpl
+    def pelton_ops(self, device_type):
+        return [OpEntry(name="even.linear", op="linear", load=f"{HERE}:Product", priority=99)]
+
+    @hookimpl
     def pelton_scheduling_policies(self):
         return [Entry(name="even", load=f"{HERE}:Policy")]
 
@@ -81,7 +136,7 @@ class FairPlugin:
 @pytest.fixture
 def plugins(monkeypatch) -> Plugins:
     module = ModuleType(HERE)
-    for thing in (FairSettings, Scheduler, Policy):
+    for thing in (FairSettings, Scheduler, Policy, Attention, Product):
         setattr(module, thing.__name__, thing)
     monkeypatch.setitem(sys.modules, HERE, module)
     loaded = load_plugins(only=[])
@@ -190,6 +245,34 @@ def test_settings_and_counters_of_a_plugin_in_the_engine(plugins, tmp_path, engi
     assert lines[2].startswith(f'pelton_even_steps_total{{engine="0",model_name="{path}",tenant="a"}} ')
     assert float(lines[2].split()[-1]) >= 5
     assert lines[-1].endswith(" 2.5") and lines[-1].startswith("pelton_even_weight{")
+
+
+def test_attention_and_ops_have_the_settings_of_their_engine(plugins, tmp_path):
+    """Of two engines of one process each its own; and what a backend can serve may depend on them."""
+    path = str(make_tiny_checkpoint(tmp_path / "model", "llama"))
+    options = {"plugins": plugins, "max_model_len": 64, "kv_cache_memory_bytes": 2**20, "enforce_eager": True}
+    prompt, params = (
+        {"prompt_token_ids": [1, 2, 3, 4, 5]},
+        SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+    )
+    Attention.made.clear()
+    answers = []
+    with (
+        LLM(model=path, plugin_config={"even": {"weight": 2.0}}, **options) as small,
+        LLM(model=path, plugin_config={"even": {"weight": 4000.0}}, **options) as large,
+    ):
+        assert Attention.made == [2.0, 4000.0] and Attention.weight == 0.0
+        for llm in (small, large, small):
+            Product.served.clear()
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            answers.append((list(output.outputs[0].token_ids), set(Product.served)))
+    assert len({tuple(ids) for ids, _ in answers}) == 1
+    assert [served for _, served in answers] == [{(2.0, 1)}, {(4000.0, 1), (4000.0, 5)}, {(2.0, 1)}]
+
+    refusing = EngineConfig.from_flat(model=path, plugin_config={"even": {"weight": 9.0}})
+    (table,) = describe_backends(refusing, plugins)["attention"]
+    assert table["rows"][0]["name"] == "even" and table["rows"][0]["verdict"] == "weight 9"
+    assert [row["name"] for row in table["rows"] if row["is_chosen"]] != ["even"]
 
 
 # The registry, and the front end's totals.

@@ -385,6 +385,20 @@ def checked(capsys):
     return code, results["bread"]
 
 
+def test_check_tells_what_two_plugins_both_want(install, capsys):
+    install(
+        "bread",
+        """
+@hookimpl
+def pelton_models():
+    return [ModelEntry(name="loaf", load="json:loads", architectures=("LlamaForCausalLM",))]
+""",
+    )
+    assert main(["plugins", "--check", "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)[-1]["problems"]
+    assert "Model 'loaf'" in problem and "both offer architecture 'LlamaForCausalLM' with priority 50" in problem
+
+
 def test_check_does_not_load_what_is_for_a_device_that_is_not_here(install, capsys):
     install("bread", DEVICES.format(probe="return 'no toaster'"))
     code, result = checked(capsys)

@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -16,6 +16,7 @@ from pelton_e2e import generate, make_llm, make_prompts
 from pelton_pages import DOCS, blocks, command, commands, settings
 
 from pelton import hookimpl
+from pelton.attention.interface import AttentionBackend
 from pelton.cli.main import find_commands, main
 from pelton.config import EngineConfig
 from pelton.config.plugin_settings import read_settings
@@ -144,7 +145,13 @@ def test_the_settings_and_the_counter_of_the_plugins_page(monkeypatch: pytest.Mo
     class Context:
         metrics = PluginMetrics()
 
-    names_of("plugins.md", 2, context=Context)
+    own = names_of(
+        "plugins.md", 2, AttentionBackend=AttentionBackend, ClassVar=ClassVar, read_settings=read_settings,
+        FairSettings=found.FairSettings,
+    )["FairAttention"]  # fmt: skip
+    assert (own.weight, own.configured(config).weight, own.weight) == (1.0, 2.5, 1.0)
+
+    names_of("plugins.md", 3, context=Context)
     [hits] = Context.metrics.take()
     assert (hits.name, hits.labels) == ("fair_hits", {"tenant": "a"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,15 @@ LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 def make_adapter(
-    folder: str | Path, checkpoint: str, *, seed: int = 1, rank: int = 8, strength: float = 0.1, **config: Any
+    folder: str | Path,
+    checkpoint: str | Callable[[], Any],
+    *,
+    seed: int = 1,
+    rank: int = 8,
+    strength: float = 0.1,
+    **config: Any,
 ) -> Any:
-    """Save a random adapter of the checkpoint; returns PEFT's model with its weights merged."""
+    """Save a random adapter of the checkpoint, or of the model that is made; returns PEFT's model with its weights merged."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -20,7 +27,8 @@ def make_adapter(
     settings: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(LLAMA_TARGETS)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = get_peft_model(load_reference(checkpoint), LoraConfig(**(settings | config)))
+        base = load_reference(checkpoint) if isinstance(checkpoint, str) else checkpoint()
+        model = get_peft_model(base, LoraConfig(**(settings | config)))
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if "lora_" in name:
@@ -48,8 +56,17 @@ def greedy_with_gap(model: Any, prompts: list[list[int]], num_tokens: int) -> tu
     return outputs, gap
 
 
-def merged_checkpoint(folder: Path, checkpoint: str, *, seed: int, rank: int, strength: float = 0.1) -> tuple[str, str]:
-    """A random adapter of every linear layer, and the checkpoint with it merged: their folders. Needs no PEFT."""
+def merged_checkpoint(
+    folder: Path,
+    checkpoint: str,
+    *,
+    seed: int,
+    rank: int,
+    strength: float = 0.1,
+    targets: Collection[str] = LLAMA_TARGETS,
+) -> tuple[str, str]:
+    """A random adapter of every matrix whose name ends like one of `targets`, and the checkpoint with it merged: their folders. Needs no
+    PEFT."""
     import json
     import shutil
 
@@ -63,7 +80,7 @@ def merged_checkpoint(folder: Path, checkpoint: str, *, seed: int, rank: int, st
         weights = load_file(path)
         for name, weight in weights.items():
             module = name.removesuffix(".weight")
-            if module.rpartition(".")[2] in LLAMA_TARGETS:
+            if weight.dim() == 2 and f".{module}".endswith(tuple(f".{target}" for target in targets)):
                 a = torch.randn(rank, weight.shape[1], generator=generator) * strength
                 b = torch.randn(weight.shape[0], rank, generator=generator) * strength
                 weights[name] = (weight.float() + 2.0 * (b @ a)).to(weight.dtype)
@@ -74,6 +91,6 @@ def merged_checkpoint(folder: Path, checkpoint: str, *, seed: int, rank: int, st
     adapter = folder / "adapter"
     adapter.mkdir()
     save_file(tensors, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(LLAMA_TARGETS)}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     return str(adapter), str(merged)

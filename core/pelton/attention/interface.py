@@ -31,6 +31,8 @@ __all__ = [
 if TYPE_CHECKING:
     import torch
 
+    from pelton.config import EngineConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNeeds:
@@ -89,8 +91,8 @@ OPTIONAL_NEEDS = frozenset(
 
 
 class AttentionBackend(OldMethods, ABC):
-    """Lifecycle: `unsupported` before weights load; one instance for the layers of a KV group that have equal `builder_needs`;
-    `bind` once a layer, when the pool is there; `build` once a step; then what `bind` returned, once a layer.
+    """Lifecycle: `configured` once, and `unsupported`, before weights load; one instance for the layers of a KV group that have equal
+    `builder_needs`; `bind` once a layer, when the pool is there; `build` once a step; then what `bind` returned, once a layer.
 
     A cache holds what others left there: beyond a row's end (in its last block, and in blocks that its table still names),
     behind its window, in the null block. It may be anything, NaN and infinity too. A backend selects the values at such places
@@ -112,6 +114,12 @@ class AttentionBackend(OldMethods, ABC):
     @abstractmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
         """Say why this backend cannot serve `needs`; an empty list means it can. `handles` is checked by the selector."""
+
+    @classmethod
+    def configured(cls, config: EngineConfig) -> type[AttentionBackend]:
+        """Return the class that serves one engine: a subclass where settings of your own (`read_settings`) are to reach it, never
+        this class with something written into it. Called once, before anything else is asked."""
+        return cls
 
     @classmethod
     def kv_layout(cls, needs: AttentionNeeds) -> KVLayout:

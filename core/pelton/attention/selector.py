@@ -6,16 +6,19 @@ A named backend wins over all and fails loudly when it refuses. Every verdict is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from pelton.attention.interface import PHASES, AttentionBackend, AttentionNeeds, GraphSupport, KVLayout
 from pelton.attention.phases import BackendChoice, Phased
+from pelton.config import EngineConfig
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.plugins import calling
 
 Capability = tuple[int, int] | None
+Configure = Callable[[type[AttentionBackend]], type[AttentionBackend]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,8 @@ class Selection:
     names: tuple[str, ...] = ()  # of both, where decode and prefill have backends of their own
 
 
-def judge_backends(
-    entries: Iterable[BackendEntry], needs: AttentionNeeds, capability: Capability = None
-) -> list[Verdict]:
-    """Every entry's verdict, best place first: the rows of `pelton backends`."""
-    return [_judge(entry, needs, capability) for entry in _by_place(entries)]
+def _as_it_is(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    return backend
 
 
 def select_backend(
@@ -62,17 +62,20 @@ def select_backend(
     capability: Capability = None,
     phases: frozenset[str] = PHASES,
     layout: KVLayout | None = None,
+    configure: Configure = _as_it_is,
 ) -> Selection:
-    """phases: what it must serve; layout: the one that its pages must have, where another backend shares them.
+    """phases: what it must serve; layout: the one that its pages must have, where another backend shares them; configure: calls
+    `AttentionBackend.configured`, once for each class.
 
     Raises `ConfigError`: the named backend refuses or is unknown, or nothing fits (every entry with its reasons).
     """
     ordered = _by_place(entries)
+    judge = partial(_judge, needs=needs, capability=capability, phases=phases, layout=layout, configure=configure)
     if named is not None:
-        return _select_named(ordered, needs, named, capability, phases, layout)
+        return _select_named(ordered, needs, named, judge)
     verdicts: list[Verdict] = []
     for entry in ordered:
-        verdict = _judge(entry, needs, capability, phases, layout)
+        verdict = judge(entry)
         verdicts.append(verdict)
         if verdict.fits:
             assert verdict.backend is not None
@@ -84,12 +87,7 @@ def select_backend(
 
 
 def _select_named(
-    ordered: list[BackendEntry],
-    needs: AttentionNeeds,
-    named: str,
-    capability: Capability,
-    phases: frozenset[str],
-    layout: KVLayout | None,
+    ordered: list[BackendEntry], needs: AttentionNeeds, named: str, judge: Callable[[BackendEntry], Verdict]
 ) -> Selection:
     typed = named.lower()
     aliased = (entry for entry in ordered if typed in (alias.lower() for alias in entry.aliases))
@@ -98,7 +96,7 @@ def _select_named(
         there = ", ".join(entry.name for entry in ordered) or "none"
         raise ConfigError(f"attention_backend is {named!r}; for this device there is {there}.")
     shown = repr(named) if entry.name.lower() == typed else f"{named!r} ({entry.name})"
-    verdict = _judge(entry, needs, capability, phases, layout)
+    verdict = judge(entry)
     if verdict.backend is None or not verdict.fits:
         raise ConfigError(
             f"Attention backend {shown} cannot serve this model: {', '.join(verdict.reasons)}. "
@@ -124,22 +122,19 @@ def _judge(
     capability: Capability,
     phases: frozenset[str] = frozenset(),
     layout: KVLayout | None = None,
+    configure: Configure = _as_it_is,
 ) -> Verdict:
     try:
         backend: type[AttentionBackend] = entry.resolve()
     except PluginError as error:
         return Verdict(entry.name, entry.priority, (str(error),), None)
     with calling(entry):
+        backend = configure(backend)
         reasons = refusals(backend, needs, capability)
         reasons += [f"does not serve {phase}" for phase in sorted(phases - backend.phases)]
         if layout is not None and not reasons and backend.kv_layout(needs) != layout:
             reasons.append("its pages lie otherwise than the prefill backend's")
     return Verdict(entry.name, entry.priority, tuple(reasons), backend)
-
-
-def _class_of(selection: Selection) -> type[AttentionBackend]:
-    assert not isinstance(selection.backend, Phased), "an entry gives a class"
-    return selection.backend
 
 
 class AttentionSelector:
@@ -153,13 +148,27 @@ class AttentionSelector:
         named_prefill: str | None = None,
         named_decode: str | None = None,
         capability: Capability = None,
+        config: EngineConfig | None = None,
     ) -> None:
-        """named: for all rows; named_prefill, named_decode: for some, before it."""
+        """named: for all rows; named_prefill, named_decode: for some, before it. config: what backends are `configured` with."""
         self.entries = list(entries)
         self.named_prefill = named_prefill or named
         self.named_decode = named_decode or named
         self.capability = capability
+        self._config = config
+        self._configured: dict[type[AttentionBackend], type[AttentionBackend]] = {}
         self._chosen: dict[AttentionNeeds, Selection] = {}
+
+    def verdicts(self, needs: AttentionNeeds) -> list[Verdict]:
+        """Every entry's verdict, best place first: the rows of `pelton backends`."""
+        return [_judge(entry, needs, self.capability, configure=self._configure) for entry in _by_place(self.entries)]
+
+    def _configure(self, backend: type[AttentionBackend]) -> type[AttentionBackend]:
+        if self._config is None:
+            return backend
+        if backend not in self._configured:
+            self._configured[backend] = backend.configured(self._config)
+        return self._configured[backend]
 
     def select(self, needs: AttentionNeeds) -> Selection:
         if needs not in self._chosen:
@@ -168,20 +177,14 @@ class AttentionSelector:
 
     def _select(self, needs: AttentionNeeds) -> Selection:
         """One backend for prefill, then one for decode that can read its pages: most often the same."""
-        prefill = select_backend(
-            self.entries, needs, named=self.named_prefill, capability=self.capability, phases=frozenset(["prefill"])
-        )
-        decode = select_backend(
-            self.entries,
-            needs,
-            named=self.named_decode,
-            capability=self.capability,
-            phases=frozenset(["decode"]),
-            layout=prefill.backend.kv_layout(needs),
-        )
+        select = partial(select_backend, self.entries, needs, capability=self.capability, configure=self._configure)
+        prefill = select(named=self.named_prefill, phases=frozenset(["prefill"]))
+        layout = prefill.backend.kv_layout(needs)
+        decode = select(named=self.named_decode, phases=frozenset(["decode"]), layout=layout)
         if decode.backend is prefill.backend:
             return prefill
-        backend = Phased(_class_of(decode), _class_of(prefill))
+        assert not (isinstance(decode.backend, Phased) or isinstance(prefill.backend, Phased)), "entries give classes"
+        backend = Phased(decode.backend, prefill.backend)
         reason = f"decode: {decode.name} ({decode.reason}); prefill: {prefill.name} ({prefill.reason})"
         names = (decode.name, prefill.name)
         return Selection(backend.name, backend, needs, reason, decode.verdicts + prefill.verdicts, names)
@@ -193,3 +196,10 @@ class AttentionSelector:
     def graph_support(self) -> GraphSupport:
         """The least support among the model's backends."""
         return min((s.backend.graph_support for s in self._chosen.values()), default=GraphSupport.ALWAYS)
+
+
+def judge_backends(
+    entries: Iterable[BackendEntry], needs: AttentionNeeds, capability: Capability = None
+) -> list[Verdict]:
+    """`AttentionSelector.verdicts` of backends as they are, without settings."""
+    return AttentionSelector(entries, capability=capability).verdicts(needs)

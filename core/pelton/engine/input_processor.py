@@ -159,6 +159,7 @@ class InputProcessor:
         cache_salt: str | None = None,
         timeout_s: float | None = None,
         truncate_prompt_tokens: int | None = None,
+        adapter: AdapterRef | None = None,
     ) -> ProcessedRequest:
         """Check and translate one request that pools. params: of the model's first task when None. truncate_prompt_tokens: keep
         so many tokens of a longer text, -1 for as many as fit. Raises `RequestError` that names the field."""
@@ -176,6 +177,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=cache_salt,
             timeout_s=timeout_s,
+            adapter=adapter,
         )
         return ProcessedRequest(request_id, text, token_ids, self._unread, [request], params)
 

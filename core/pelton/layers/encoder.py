@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pelton.layers.linear import LinearModule
 from pelton.moved import names_of
-from pelton.ops.interface import Linear, LinearNeeds, LinearTensors
 from pelton.quantization.interface import LinearShard
 
 if TYPE_CHECKING:
@@ -25,12 +24,11 @@ class WholeLinear(LinearModule):
         weights = config.quantization.create(config, shards, bias=bias)
         super().__init__(weights)
         self.dtype = config.dtype
-        needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
-        self.linear: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
+        self._bind_bare(config, shards, weights)
 
     def forward(self, x: Tensor) -> Tensor:
         """x is rounded to the model's dtype; the product has it."""
-        return self.linear(x.to(self.dtype))
+        return self._bare_product(x.to(self.dtype))
 
 
 __getattr__ = names_of(__name__)

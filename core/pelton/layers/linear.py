@@ -6,8 +6,8 @@ sub-layer before that, belong to the layer that reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 else:
     __getattr__ = moved.names_of(__name__)
 
+Product = TypeVar("Product", bound=Callable[..., Any])
 # config.json's names of activations.
 ACTIVATION_NAMES = {
     "silu": "silu",
@@ -68,10 +69,12 @@ class LinearModule(nn.Module):
 
     def _bare_product(self, x: Tensor) -> Tensor:
         assert self.bare is not None, "it has no norm"
-        if self.adapter is not None and self.adapter.is_used:
-            adapted: Tensor = self.adapter.product(x)
-            return adapted
-        return self.bare(x)
+        return self._with_adapters(self.bare)(x)
+
+    def _with_adapters(self, product: Product) -> Product:
+        """Return the op that this step calls: the one with adapters in it where some row has one."""
+        is_adapted = self.adapter is not None and self.adapter.is_used
+        return self.adapter.product if is_adapted else product  # type: ignore[return-value,union-attr]
 
 
 def split_heads(total: int, rank: int, size: int, what: str) -> tuple[int, int]:
@@ -156,10 +159,7 @@ class QKVLinear(LinearModule):
         """-> (qkv [T, (num_heads + 2 num_kv_heads) head_dim], residual [T, H])"""
         if self.bare is not None:
             return self._bare_product(hidden), residual  # type: ignore[return-value]
-        product = self.add_norm_linear
-        if self.adapter is not None and self.adapter.is_used:
-            product = self.adapter.product
-        return product(hidden, residual)
+        return self._with_adapters(self.add_norm_linear)(hidden, residual)
 
 
 class MergedGateUp(LinearModule):
@@ -220,10 +220,7 @@ class MergedGateUp(LinearModule):
         """-> (activation(gate) * up [T, I of this rank], residual [T, H])"""
         if self.bare is not None:
             return self._gated(self._bare_product(hidden)), residual  # type: ignore[return-value]
-        product = self.add_norm_gated_linear
-        if self.adapter is not None and self.adapter.is_used:
-            product = self.adapter.product
-        return product(hidden, residual)
+        return self._with_adapters(self.add_norm_gated_linear)(hidden, residual)
 
 
 class ShardLinear(LinearModule):
@@ -232,16 +229,12 @@ class ShardLinear(LinearModule):
     def __init__(self, shard: LinearShard, *, config: BuildConfig, bias: bool = False) -> None:
         weights = config.quantization.create(config, [shard], bias=bias)
         super().__init__(weights)
-        needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
-        tensors = LinearTensors(weights)
-        self.linear: Linear = config.ops.bind("linear", needs, tensors)
-        self.adapter = config.adapter_layer([shard], base=BaseProduct("linear", needs, tensors))
+        self._bind_bare(config, [shard], weights)
+        assert self.bare is not None
+        self.linear: Linear = self.bare
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.linear
-        if self.adapter is not None and self.adapter.is_used:
-            product = self.adapter.product
-        return product(x)
+        return self._with_adapters(self.linear)(x)
 
 
 class RowParallelLinear(ShardLinear):

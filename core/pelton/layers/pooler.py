@@ -7,6 +7,7 @@ what the next of its steps adds to.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -73,18 +74,24 @@ class Pooler(nn.Module):
         assert config.pooling is not None
         self.spec: PoolingSpec = config.pooling
         self.dtype = config.dtype
-        self.dense = nn.ModuleList(Dense(spec, config=config) for spec in self.spec.dense)
+        body_only = config if config.adapters is None else replace(config, adapters=None)  # Dense is not a part of it
+        self.dense = nn.ModuleList(Dense(spec, config=body_only) for spec in self.spec.dense)
+        self._adapters = None if config.adapters is None else config.adapters.rows
+        self._row_slots: Sequence[Tensor] | None = None  # of the step's rows: where their adapters lie
         self._held: dict[int, Tensor] = {}  # by slot: of prompts whose first tokens were in earlier steps
 
     def forward(self, model: Pooled, hidden: Any, rows: PooledRows) -> list[Tensor | None]:
         """A tensor for each of `rows`, float32; None for one whose prompt goes on."""
+        if self._adapters is not None:
+            self._adapters.is_used = rows.has_adapters
+            self._row_slots = self._adapters.token_slots[rows.last_tokens].unbind() if rows.has_adapters else None
         results: list[Tensor | None] = [None] * len(rows.params)
         is_token = [params.task in TOKEN_TASKS for params in rows.params]
         by_vector = [row for row, wants_tokens in enumerate(is_token) if not wants_tokens]
         if by_vector:
             vectors = self._vectors(model, hidden, rows, by_vector)
             for group in _alike(rows.params, [row for row in by_vector if row in vectors]):
-                made = self._finish(model, torch.stack([vectors[row] for row in group]), rows.params[group[0]])
+                made = self._finish(model, torch.stack([vectors[row] for row in group]), rows.params[group[0]], group)
                 for row, result in zip(group, made.unbind(), strict=True):
                     results[row] = result
         for row in (row for row, wants_tokens in enumerate(is_token) if wants_tokens):
@@ -139,12 +146,12 @@ class Pooler(nn.Module):
         if not rows.is_last[row]:
             self._held[slot] = part
             return None
-        return self._finish(model, part, rows.params[row])
+        return self._finish(model, part, rows.params[row], [row] * len(part))
 
     # From pooled hidden states to the answer.
 
-    def _finish(self, model: Pooled, vectors: Tensor, params: PoolingParams) -> Tensor:
-        """[n, H] float32 -> [n, D] float32"""
+    def _finish(self, model: Pooled, vectors: Tensor, params: PoolingParams, rows: Sequence[int]) -> Tensor:
+        """[n, H] float32, of these rows of the step -> [n, D] float32"""
         spec = self.spec
         if params.task in EMBED_TASKS:
             for dense in self.dense:
@@ -154,6 +161,8 @@ class Pooler(nn.Module):
             is_normal = spec.normalize if params.use_activation is None else params.use_activation
             return F.normalize(vectors, dim=-1) if is_normal else vectors
         assert isinstance(model, Classifier), "tasks of a head are offered where there is one"
+        if self._adapters is not None and self._row_slots is not None:
+            self._adapters.place(torch.stack([self._row_slots[row] for row in rows]))
         logits = model.classify(vectors.to(self.dtype)).float()
         is_active = params.task != "reward" if params.use_activation is None else params.use_activation
         return ACTIVATIONS[spec.activation](logits) if is_active else logits

@@ -57,6 +57,8 @@ def _no_memory(*args: Any) -> Any:
 class AdapterLayers(Protocol):
     """The layers of one worker that take adapters (`BuildConfig.adapters`)."""
 
+    rows: AdapterRows
+
     def add(
         self,
         build: BuildConfig,
@@ -71,5 +73,5 @@ class AdapterLayers(Protocol):
         ...
 
     def refuse(self, name: str, why: str) -> None:
-        """Say why the matrix `name` takes no adapter."""
+        """Say why the matrix `name`, or what is in the module of this name, takes no adapter."""
         ...

@@ -178,13 +178,16 @@ def make_build_config(
         device=device,
         device_type=device_type,
         max_model_len=model.max_model_len,
-        ops=OpSelector(plugins.entries("pelton_ops", device_type=device_type), plugins.entries("pelton_fused_ops")),
+        ops=OpSelector(
+            plugins.entries("pelton_ops", device_type=device_type), plugins.entries("pelton_fused_ops"), config
+        ),
         attention=AttentionSelector(
             plugins.entries("pelton_attention_backends", device_type=device_type),
             named=config.attention.backend,
             named_prefill=config.attention.prefill_backend,
             named_decode=config.attention.decode_backend,
             capability=capability,
+            config=config,
         ),
         block_size=config.kv_cache.block_size,
         kv_dtype=config.kv_cache.kv_cache_dtype,

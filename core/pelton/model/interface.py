@@ -55,6 +55,7 @@ class PooledRows:
     is_last: npt.NDArray[np.bool_]  # [r] whether this step computes its last token
     last_tokens: Tensor  # [r] int64, index of its last token in the step
     query_start_loc: Tensor  # [R + 1] int32, where each row of the step begins
+    has_adapters: bool = False  # some row of the step has one
 
 
 @runtime_checkable

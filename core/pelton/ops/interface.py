@@ -38,6 +38,8 @@ class OpImplementation(Protocol):
     """The object that the `load` of an `OpEntry` gives: a module or class with these two functions.
 
     Optional:
+    `configured(config) -> implementation`: what serves the engine with these settings, called once: an object with the functions below,
+    and settings of your own (`read_settings`) in it.
     `handles`: names of the optional needs that it has read about (`optional`), those of specs inside its needs too. It is refused
     for any other that differs from its default.
     `token_range(needs) -> (least, most or None)`, when it serves only some batch sizes; the next fitting entry serves the others.

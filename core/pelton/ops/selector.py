@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+from pelton.config import EngineConfig
 from pelton.entries import Entry, OpEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.ops.interface import FUSED_OPS, FusedOp, LinearWeights, OpImplementation, optional_needs
@@ -38,7 +39,11 @@ class _Ranged:
 class OpSelector:
     """Made once per worker from `plugins.entries("pelton_ops", device_type=...)` and `plugins.entries("pelton_fused_ops")`."""
 
-    def __init__(self, entries: Iterable[OpEntry], declared: Iterable[Entry] = ()) -> None:
+    def __init__(
+        self, entries: Iterable[OpEntry], declared: Iterable[Entry] = (), config: EngineConfig | None = None
+    ) -> None:
+        """config: what implementations are `configured` with; None leaves them as they are."""
+        self._config = config
         self.choices: list[OpChoice] = []  # distinct ones, in the order in which layers asked
         self._ops = dict(FUSED_OPS)
         self._loaded: dict[str, OpImplementation] = {}
@@ -124,7 +129,9 @@ class OpSelector:
 
     def _load(self, entry: OpEntry) -> OpImplementation:
         if entry.name not in self._loaded:
-            self._loaded[entry.name] = entry.resolve()
+            loaded = entry.resolve()
+            configured = None if self._config is None else getattr(loaded, "configured", None)
+            self._loaded[entry.name] = loaded if configured is None else configured(self._config)
         return self._loaded[entry.name]
 
 

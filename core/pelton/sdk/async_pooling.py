@@ -13,6 +13,8 @@ from typing import Any
 from pelton.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pelton.engine.output_queue import OnText, OutputQueue
 from pelton.errors import DeadlineExceededError, RequestError, error_from_info
+from pelton.lora.registry import AdapterRegistry
+from pelton.lora.request import LoRARequest
 from pelton.messages.request import PoolingParams
 from pelton.outputs import PoolingOutput, PoolingRequestOutput
 from pelton.pooling.io_processor import DATA, NO_PROCESSOR, IOProcessor, is_for_processor, parse
@@ -29,6 +31,7 @@ class AsyncPooling(ABC):
 
     input_processor: InputProcessor
     io_processor: IOProcessor[Any, Any] | None
+    adapters: AdapterRegistry
 
     async def encode(
         self,
@@ -38,7 +41,7 @@ class AsyncPooling(ABC):
         **arguments: Any,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """The one output of a prompt that pools. Closing or cancelling the iteration aborts it. arguments: priority,
-        cache_salt, timeout_s and truncate_prompt_tokens, as `encode_all` has them. With an IO processor the prompt may be
+        cache_salt, timeout_s, truncate_prompt_tokens and lora_request, as `encode_all` has them. With an IO processor the prompt may be
         {"data": ...}, and `outputs` is what the processor made. Raises as `generate`."""
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         if is_for_processor(prompt):
@@ -58,8 +61,10 @@ class AsyncPooling(ABC):
         cache_salt: str | None = None,
         timeout_s: float | None = None,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Outputs of many prompts, in their order; the first that fails ends all. pooling_params: one for all, or one each."""
+        """Outputs of many prompts, in their order; the first that fails ends all. pooling_params: one for all, or one each.
+        lora_request: the adapter of all."""
         if pooling_params is None or isinstance(pooling_params, PoolingParams):
             pooling_params = [pooling_params] * len(prompts)
         arguments = {
@@ -67,6 +72,7 @@ class AsyncPooling(ABC):
             "cache_salt": cache_salt,
             "timeout_s": timeout_s,
             "truncate_prompt_tokens": truncate_prompt_tokens,
+            "lora_request": lora_request,
         }
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         async with contextlib.aclosing(self._encode_each(prompts, pooling_params, request_id, arguments)) as found:
@@ -80,7 +86,9 @@ class AsyncPooling(ABC):
         arguments: Mapping[str, Any],
     ) -> AsyncGenerator[tuple[int, PoolingRequestOutput[PoolingOutput]], None]:
         """Yield (index, output) of each prompt, in order. All are computed together; closing the iteration aborts the rest."""
-        timeout_s = arguments.get("timeout_s")
+        arguments = dict(arguments)
+        timeout_s, lora_request = arguments.get("timeout_s"), arguments.pop("lora_request", None)
+        arguments["adapter"] = None if lora_request is None else self.adapters.ref(lora_request)
         deadline = deadline_of(timeout_s)
         waiting: dict[str, OutputQueue] = {}
         unsent: list[tuple[ProcessedRequest, float]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
@@ -41,6 +41,15 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 Message = Mapping[str, Any]
+
+
+class PoolingOptions(TypedDict, total=False):
+    """Arguments of `LLM.embed`, `classify` and `reward`, as `LLM.encode` has them."""
+
+    use_tqdm: bool
+    pooling_params: PoolingParams | Sequence[PoolingParams] | None
+    truncate_prompt_tokens: int | None
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -178,63 +187,52 @@ class LLM:
         pooling_task: str | None = None,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """Run prompts through a model that pools; `outputs` of each is a `PoolingOutput`.
 
         pooling_params: one for all, one each, or None for the task `pooling_task`, by default the model's first.
-        truncate_prompt_tokens: keep so many tokens of a longer prompt, -1 for as many as fit. With an IO processor
-        `encode({"data": ...})` gives one output, whose `outputs` is what the processor made.
+        truncate_prompt_tokens: keep so many tokens of a longer prompt, -1 for as many as fit. lora_request: as `generate` has it.
+        With an IO processor `encode({"data": ...})` gives one output, whose `outputs` is what the processor made.
         """
         if is_for_processor(prompts):
-            return [self._encode_data(prompts, pooling_params, use_tqdm)]  # type: ignore[arg-type]
+            return [self._encode_data(prompts, pooling_params, use_tqdm, lora_request)]  # type: ignore[arg-type]
         many = as_prompts(prompts)
         if pooling_params is None and pooling_task is not None:
             pooling_params = PoolingParams(task=pooling_task)
         params = _one_each("pooling_params", pooling_params, len(many), (PoolingParams, type(None)))
         if pooling_task is not None and any(one is not None and one.task != pooling_task for one in params):
             raise RequestError("pooling_task and pooling_params name different tasks.", param="pooling_task")
-        shared = {"truncate_prompt_tokens": truncate_prompt_tokens}
-        process = self.llm_engine.input_processor.process_pooling
+        shared, process = (
+            {"truncate_prompt_tokens": truncate_prompt_tokens},
+            self.llm_engine.input_processor.process_pooling,
+        )
+        rows = zip(self._tokenize(many), params, self._adapters(lora_request, len(many)), strict=True)
         done = [
-            self._blamed(index, len(many), process, prompt, one, **shared)
-            for index, (prompt, one) in enumerate(zip(self._tokenize(many), params, strict=True))
+            self._blamed(index, len(many), process, prompt, one, adapter=adapter, **shared)
+            for index, (prompt, one, adapter) in enumerate(rows)
         ]
         return self._run(done, use_tqdm, "encode")
 
     def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        truncate_prompt_tokens: int | None = None,
+        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[PoolingOptions]
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt."""
-        found = self._encode_task("embed", prompts, use_tqdm, pooling_params, truncate_prompt_tokens)
+        found = self.encode(prompts, pooling_task="embed", **options)
         return [_of(output, lambda pooled: EmbeddingOutput(pooled.numbers())) for output in found]
 
     def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        truncate_prompt_tokens: int | None = None,
+        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[PoolingOptions]
     ) -> list[ClassificationRequestOutput]:
         """The probability of each class, for each prompt."""
-        found = self._encode_task("classify", prompts, use_tqdm, pooling_params, truncate_prompt_tokens)
+        found = self.encode(prompts, pooling_task="classify", **options)
         return [_of(output, lambda pooled: ClassificationOutput(pooled.numbers())) for output in found]
 
     def reward(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        truncate_prompt_tokens: int | None = None,
+        self, prompts: Prompt | Sequence[Prompt], **options: Unpack[PoolingOptions]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The bare numbers of the model's head, for each prompt."""
-        return self._encode_task("reward", prompts, use_tqdm, pooling_params, truncate_prompt_tokens)
+        return self.encode(prompts, pooling_task="reward", **options)
 
     def score(
         self,
@@ -243,27 +241,26 @@ class LLM:
         *,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit each other: one against each of `data_2`, or each against its own. A cross-encoder reads both
         texts; of a model that embeds it is the cosine of their vectors. truncate_prompt_tokens: of a pair, or of each text."""
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         engine, pairs = self.llm_engine, paired(first, second)
+        options: PoolingOptions = {"use_tqdm": use_tqdm, "lora_request": lora_request}
         if reads_pairs(engine.model):
             most = engine.input_processor.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
             made = [pair_prompt(pair, engine.tokenizer, max_tokens=most) for pair in pairs]
-            found = self.encode([prompt for prompt, _ in made], [params for _, params in made], use_tqdm=use_tqdm)
+            options["pooling_params"] = [params for _, params in made]
+            found = self.encode([prompt for prompt, _ in made], **options)
             return [_of(output, lambda pooled: ScoringOutput(score_of(pooled))) for output in found]
-        vectors = self._encode_task("embed", [*first, *second], use_tqdm, None, truncate_prompt_tokens)
+        options["truncate_prompt_tokens"] = truncate_prompt_tokens
+        vectors = self.encode([*first, *second], pooling_task="embed", **options)
         return [_compared(one, other) for one, other in paired(vectors[: len(first)], vectors[len(first) :])]
 
-    def _encode_task(
-        self, task: str, prompts: Any, use_tqdm: bool, params: Any, truncate_prompt_tokens: int | None
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        return self.encode(
-            prompts, params, pooling_task=task, use_tqdm=use_tqdm, truncate_prompt_tokens=truncate_prompt_tokens
-        )
-
-    def _encode_data(self, given: Mapping[str, Any], params: Any, use_tqdm: bool) -> PoolingRequestOutput[Any]:
+    def _encode_data(
+        self, given: Mapping[str, Any], params: Any, use_tqdm: bool, lora_request: Any
+    ) -> PoolingRequestOutput[Any]:
         processor = self.llm_engine.front_end.io_processor
         if processor is None:
             raise RequestError(NO_PROCESSOR, param="data")
@@ -272,7 +269,7 @@ class LLM:
         merged = processor.merge_pooling_params(params)
         try:
             prompts = as_prompts(processor.pre_process(parsed, request_id))
-            outputs = self.encode(prompts, merged, use_tqdm=use_tqdm)
+            outputs = self.encode(prompts, merged, use_tqdm=use_tqdm, lora_request=lora_request)
             error = next((output.error for output in outputs if output.error is not None), None)
             made = processor.post_process(outputs, request_id) if error is None else None
         finally:

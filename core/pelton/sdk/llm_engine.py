@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
@@ -98,24 +98,14 @@ class LLMEngine:
         lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request. Raises `RequestError`; nothing is queued then."""
-        if isinstance(params, PoolingParams):
-            pooled = self.input_processor.process_pooling(
-                request_id, prompt, params, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s
-            )
-            self.add_processed(pooled)
-            return
-        self.add_processed(
-            self.input_processor.process(
-                request_id,
-                prompt,
-                params,
-                priority=priority,
-                cache_salt=cache_salt,
-                timeout_s=timeout_s,
-                kv_transfer_params=kv_transfer_params,
-                adapter=None if lora_request is None else self.adapters.ref(lora_request),
-            )
-        )
+        adapter = None if lora_request is None else self.adapters.ref(lora_request)
+        given: dict[str, Any] = {
+            "priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s, "adapter": adapter,
+        }  # fmt: skip
+        process: Callable[..., ProcessedRequest] = self.input_processor.process_pooling
+        if not isinstance(params, PoolingParams):
+            process, given["kv_transfer_params"] = self.input_processor.process, kv_transfer_params
+        self.add_processed(process(request_id, prompt, params, **given))
 
     def add_processed(self, processed: ProcessedRequest) -> None:
         self.output_processor.add(processed, arrival=time.monotonic())

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 
-from pelton.attention.interface import AttentionNeeds, GraphSupport
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
 from pelton.attention.kv_cache import page_views
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.attention.phases import BackendChoice, Phased
 from pelton.attention.selector import AttentionSelector, Selection, refusals
+from pelton.config import EngineConfig
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.layers.attention import AttentionLayer
 from pelton.testing.model_driver import make_test_build
@@ -281,10 +282,13 @@ class _OneBackend(AttentionSelector):
         return Selection(self._backend.name, self._backend, needs, "the one that is tested", ())
 
 
+def classes_of(backend: BackendChoice) -> tuple[type[AttentionBackend], ...]:
+    return (backend.decode, backend.prefill) if isinstance(backend, Phased) else (backend,)
+
+
 def refusals_of(backend: BackendChoice, needs: AttentionNeeds) -> list[str]:
     """Why a backend, or one of two, cannot serve `needs`."""
-    classes = (backend.decode, backend.prefill) if isinstance(backend, Phased) else (backend,)
-    return [reason for each in classes for reason in refusals(each, needs)]
+    return [reason for each in classes_of(backend) for reason in refusals(each, needs)]
 
 
 class AttentionBackendConformance:
@@ -480,6 +484,14 @@ class AttentionBackendConformance:
         if not reasons:
             pytest.skip(f"{self.backend.name} handles {name}")
         assert name in reasons[0]
+
+    def test_settings_make_a_class_of_their_own(self) -> None:
+        """An engine's settings leave the class as it was, for another engine of the same process."""
+        for each in classes_of(self.backend):
+            before = dict(vars(each))
+            made = each.configured(EngineConfig())
+            assert issubclass(made, AttentionBackend) and made.name == each.name, f"configured gives {made!r}"
+            assert dict(vars(each)) == before, f"configured changes {each.__qualname__}; return a subclass"
 
     def test_it_has_a_name_and_says_what_it_can_capture(self) -> None:
         assert self.backend.name and self.backend.graph_support in (0, 1, 2, 3)

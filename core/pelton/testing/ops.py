@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pelton.config import EngineConfig
 from pelton.entries import Entry
 from pelton.ops.interface import (
     FUSED_OPS,
@@ -117,6 +118,15 @@ class OpConformance:
         for case in self.cases():
             for reason in self.implementation.unsupported(case.needs):
                 assert isinstance(reason, str) and reason, f"{case.name}: a reason is a text, not {reason!r}"
+
+    def test_settings_make_an_implementation_of_their_own(self) -> None:
+        """Where it reads settings (`configured`): each engine has its own."""
+        if (configured := getattr(self.implementation, "configured", None)) is None:
+            return
+        first, second = configured(EngineConfig()), configured(EngineConfig())
+        for made in (first, second):
+            assert callable(made.unsupported) and callable(made.bind), f"configured gives {made!r}"
+        assert first is not self.implementation, "return another object than the one that all engines share"
 
     def test_names_only_needs_that_there_are(self) -> None:
         known = _field_names(self.op.needs).union(*(_field_names(op.needs) for op in FUSED_OPS.values())) | _SPEC_FIELDS

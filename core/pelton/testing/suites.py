@@ -39,15 +39,25 @@ class Suite:
         return found
 
 
+def _configured(loaded: Any) -> Any:
+    """Return it as an engine of default settings gets it."""
+    from pelton.config import EngineConfig
+
+    configured = getattr(loaded, "configured", None)
+    return loaded if configured is None else configured(EngineConfig())
+
+
 def _attention(entry: Entry, loaded: Any) -> ClassBody:
-    return {"backend": loaded}
+    return {"backend": _configured(loaded)}
 
 
 def _op(entry: Any, loaded: Any) -> ClassBody | None:
     from pelton.ops.interface import FUSED_OPS
     from pelton.testing.ops import ops_with_cases
 
-    return {"op": FUSED_OPS[entry.op], "implementation": loaded} if entry.op in ops_with_cases() else None
+    if entry.op not in ops_with_cases():
+        return None
+    return {"op": FUSED_OPS[entry.op], "implementation": _configured(loaded)}
 
 
 def _made(method: str) -> Callable[[Entry, Any], ClassBody]:

@@ -58,7 +58,10 @@ class AdapterMemory:
         """By the name of the matrix in the checkpoint, without ".weight": several where it is several matrices in one, each of which
         has the whole A and its own rows of B."""
         self.refused: dict[str, str] = {}
-        """Matrices that take none, and why."""
+        """Matrices, or whole modules of them, that take none, and why."""
+        self.has_heads_left_out = False
+        """The model pools: adapters may have been trained on it with or without a head around it."""
+        self._is_unread: Callable[[str], bool] = lambda name: False
         self.slots: Tensor | None = None  # [S, numbers of a slot]
         self._targets = frozenset(config.lora_target_modules)
         self._layers: list[AdapterLayer] = []
@@ -102,6 +105,26 @@ class AdapterMemory:
         """See `AdapterLayers`."""
         self.refused[name] = why
 
+    def find(self, name: str) -> str:
+        """Return what this model calls the matrix that an adapter calls `name`: the same, but for a model that pools, whose body
+        may be right below the adapter's names, or behind one more name ("model.", "bert.")."""
+        if name in self.parts or not self.has_heads_left_out:
+            return name
+        inner = name.partition(".")[2]
+        if inner in self.parts:
+            return inner
+        outer = dict.fromkeys(f"{part.partition('.')[0]}.{name}" for part in self.parts)
+        return next((one for one in outer if one in self.parts), name)
+
+    def why_refused(self, name: str) -> str | None:
+        """Return the reason against a matrix that the model knows and that takes none."""
+        part = name
+        while part:
+            if part in self.refused:
+                return self.refused[part]
+            part = part.rpartition(".")[0]
+        return "what this engine answers is computed without it" if self._is_unread(f"{name}.weight") else None
+
     @property
     def size(self) -> int:
         """Numbers of one slot."""
@@ -124,8 +147,12 @@ class AdapterMemory:
             raise ConfigError(
                 f"lora_target_modules has {', '.join(sorted(unknown))}, which no layer of this model is; there are {', '.join(known)}."
             )
+        self.has_heads_left_out, self._is_unread = build.pooling is not None, build.weights.ignores
         if not self._layers:
-            raise ConfigError("enable_lora is set, and no layer of this model takes adapters. Leave it out.")
+            why = "; ".join(sorted(set(self.refused.values())))
+            raise ConfigError(
+                f"enable_lora is set, and no layer of this model takes adapters{why and f' ({why})'}. Leave it out."
+            )
         shape = (self.num_slots, self._size)
         try:
             self.slots = torch.zeros(shape, dtype=build.dtype, device=build.device)

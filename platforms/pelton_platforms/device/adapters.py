@@ -145,10 +145,10 @@ def pack(
 
 
 def _parts_of(name: str, layers: AdapterMemory, shown: str) -> list[AdapterPart]:
-    parts = layers.parts.get(name)
+    parts = layers.parts.get(layers.find(name))
     if parts is not None:
         return parts
-    why = layers.refused.get(name)
+    why = layers.why_refused(name)
     if why is None:
         close = difflib.get_close_matches(name, layers.parts, n=1)
         why = "this model has no such layer" + (f"; did you mean {close[0]!r}?" if close else "")

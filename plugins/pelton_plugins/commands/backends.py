@@ -72,7 +72,7 @@ def describe(config: EngineConfig, plugins: Plugins, *, is_model_named: bool = T
         return report
     report["model"] = {"name": model.name, "architecture": model.architecture, "dtype": model.dtype}
     build, report["problem"] = _ask_layers(config, model, plugins, platform)
-    report["attention"] = _attention_tables(plugins, platform, build)
+    report["attention"] = _attention_tables(build)
     report["ops"] = [_op_row(choice) for choice in build.ops.choices]
     return report
 
@@ -114,14 +114,10 @@ def _ask_layers(
     return build, None
 
 
-def _attention_tables(plugins: Plugins, platform: Platform, build: BuildConfig) -> list[dict[str, Any]]:
+def _attention_tables(build: BuildConfig) -> list[dict[str, Any]]:
     """One table for each distinct need of the model's layers."""
-    from pelton.attention.selector import judge_backends
-
-    entries = plugins.entries("pelton_attention_backends", device_type=platform.device_type)
     tables = []
     for selection in build.attention.selections():
-        verdicts = judge_backends(entries, selection.needs, platform.capability())
         rows = [
             {
                 "name": verdict.name,
@@ -129,7 +125,7 @@ def _attention_tables(plugins: Plugins, platform: Platform, build: BuildConfig) 
                 "verdict": ", ".join(verdict.reasons) or "fits",
                 "is_chosen": verdict.name in (selection.names or (selection.name,)),
             }
-            for verdict in verdicts
+            for verdict in build.attention.verdicts(selection.needs)
         ]
         tables.append({"needs": _shown_needs(selection.needs), "reason": selection.reason, "rows": rows})
     return tables

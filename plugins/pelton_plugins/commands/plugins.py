@@ -21,6 +21,7 @@ from pelton.config.plugin_settings import settings_struct
 from pelton.entries import Entry, PlatformEntry, SettingsEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.metrics.manager import chosen_entries
+from pelton.model.registry import find_model
 from pelton.platform.select import describe_platforms
 from pelton.plugins import GROUP, Offer, Plugins, load_plugins, register
 from pelton_plugins.commands import plugin_author
@@ -236,7 +237,7 @@ def check(*, as_json: bool = False) -> int:
     for result, plugins in alone:
         _check_entries(plugins, here, result)
     try:
-        load_plugins()
+        _check_together(load_plugins())
     except PluginError as error:
         if not any(result["problems"] for result in results):
             results.append({"name": "all together", "distribution": "", "problems": [str(error)], "not_here": []})
@@ -250,6 +251,14 @@ def check(*, as_json: bool = False) -> int:
             if result["not_here"]:
                 print(f"       not here, so not loaded: {_shortened(result['not_here'])}")
     return 1 if any(result["problems"] for result in results) else 0
+
+
+def _check_together(plugins: Plugins) -> None:
+    """Raise `PluginError` where two of them offer one name, or models for one architecture, with one priority."""
+    all_offers(plugins)
+    models = plugins.entries("pelton_models")
+    for architecture in dict.fromkeys(name for model in models for name in model.architectures):
+        find_model(models, architecture)
 
 
 def _shortened(names: list[str]) -> str:

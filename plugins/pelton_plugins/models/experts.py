@@ -19,9 +19,6 @@ from pelton.ops.interface import (
     Gated,
     GatedNeeds,
     GatedTensors,
-    Linear,
-    LinearNeeds,
-    LinearTensors,
 )
 from pelton.ops.moe import (
     AddNormMoe,
@@ -62,18 +59,14 @@ class GatedMLP(LinearModule):
         ]
         weights = config.quantization.create(config, shards, bias=False)
         super().__init__(weights)
-        if config.adapters is not None:
-            for shard in shards:
-                config.adapters.refuse(shard.name, "it belongs to a layer of experts")
-        needs = LinearNeeds(dtype=config.dtype_name, linear=weights.spec)
-        self.gate_up: Linear = config.ops.bind("linear", needs, LinearTensors(weights))
+        self._bind_bare(config, shards, weights)
         gated = GatedNeeds(dtype=config.dtype_name, size=width, activation=_activation(activation))
         self.gated: Gated = config.ops.bind("gated", gated, GatedTensors(config.device))
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, config=config, prefix=f"{prefix}.down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H], partial over ranks."""
-        down: Tensor = self.down_proj(self.gated(self.gate_up(x)))
+        down: Tensor = self.down_proj(self.gated(self._bare_product(x)))
         return down
 
 

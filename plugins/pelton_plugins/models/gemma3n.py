@@ -25,6 +25,22 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"
 _LEAST_MAGNITUDE = 1e-5
 
 
+class Coefficients(nn.Module):
+    """A matrix of few rows or columns, which stays in the model's dtype and is torch's to multiply with; adapters add to its product."""
+
+    def __init__(self, rows: int, columns: int, *, config: BuildConfig, prefix: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(config.empty(rows, columns), requires_grad=False)
+        config.weights.expect(f"{prefix}.weight", (rows, columns), self.weight)
+        self.adapter = config.adapter_layer([whole_shard(prefix, rows, columns)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = nn.functional.linear(x, self.weight)
+        if self.adapter is not None and self.adapter.is_used:
+            product = self.adapter(x, product)
+        return product
+
+
 class Gemma3nAltUp(nn.Module):
     """Predictions of the streams before a layer, and their correction by its result."""
 
@@ -35,33 +51,30 @@ class Gemma3nAltUp(nn.Module):
         self.active = hf.get("altup_active_idx", 0)
         self.router_norm = RMSNorm(size, config=config, prefix=f"{prefix}.router_norm")
 
-        def parameter(name: str, *shape: int) -> nn.Parameter:
-            made = nn.Parameter(config.empty(*shape), requires_grad=False)
-            config.weights.expect(f"{prefix}.{name}", shape, made)
-            return made
+        def coefficients(name: str, rows: int, columns: int) -> Coefficients:
+            return Coefficients(rows, columns, config=config, prefix=f"{prefix}.{name}")
 
-        self.router = parameter("modality_router.weight", self.count, size)
-        self.prediction = parameter("prediction_coefs.weight", self.count**2, self.count)
-        self.correction = parameter("correction_coefs.weight", self.count, self.count)
-        self.output_scale = parameter("correct_output_scale", size)
+        self.router = coefficients("modality_router", self.count, size)
+        self.prediction = coefficients("prediction_coefs", self.count**2, self.count)
+        self.correction = coefficients("correction_coefs", self.count, self.count)
+        self.output_scale = nn.Parameter(config.empty(size), requires_grad=False)
+        config.weights.expect(f"{prefix}.correct_output_scale", (size,), self.output_scale)
         self.is_scaled = bool(hf.get("altup_correct_scale", True))
 
     def _modalities(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, A]"""
-        routed = nn.functional.linear(self.router_norm(x) * x.shape[1] ** -1.0, self.router)
+        routed = self.router(self.router_norm(x) * x.shape[1] ** -1.0)
         return torch.tanh(routed.float()).to(x.dtype)
 
     def predict(self, streams: Tensor) -> Tensor:
         """[A, T, H] -> [A, T, H]"""
         modalities = self._modalities(streams[self.active])
-        factors = nn.functional.linear(modalities, self.prediction).unflatten(
-            1, (self.count, self.count)
-        )  # t, to, from
+        factors = self.prediction(modalities).unflatten(1, (self.count, self.count))  # t, to, from
         return streams + torch.einsum("tij,jth->ith", factors, streams)
 
     def correct(self, predicted: Tensor, activated: Tensor) -> Tensor:
         """[A, T, H], [T, H] -> [A, T, H]"""
-        factors = nn.functional.linear(self._modalities(activated), self.correction) + 1.0
+        factors = self.correction(self._modalities(activated)) + 1.0
         return predicted + (activated - predicted[self.active]) * factors.T[:, :, None]
 
     def scaled(self, x: Tensor) -> Tensor:

@@ -36,10 +36,7 @@ class NormedLinear(LinearModule):
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> (products [T, rows of all], residual [T, H]); `sizes` has the rows of each."""
-        product = self.add_norm_linear
-        if self.adapter is not None and self.adapter.is_used:
-            product = self.adapter.product
-        return product(hidden, residual)
+        return self._with_adapters(self.add_norm_linear)(hidden, residual)
 
 
 def head_shard(name: str, num_heads: int, head_rows: int, num_cols: int, config: BuildConfig) -> LinearShard:

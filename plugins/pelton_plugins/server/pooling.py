@@ -56,7 +56,7 @@ Prompts = list[dict[str, Any]]
 
 async def embeddings_of(exchange: Exchange, request: EmbeddingRequest) -> tuple[Outputs, Usage]:
     """The vector of each input, and what the prompts used."""
-    llm = _engine(exchange, request)
+    llm = await _engine(exchange, request)
     params = _params(llm, "embed", request.dimensions, request.use_activation)
     outputs = await _run(llm, exchange, request, await _read(exchange, llm, request), params, "embd")
     return outputs, _usage(outputs)
@@ -80,7 +80,7 @@ async def create_embedding(exchange: Exchange, request: EmbeddingRequest) -> Non
 
 
 async def create_classification(exchange: Exchange, request: ClassifyRequest) -> None:
-    llm = _engine(exchange, request)
+    llm = await _engine(exchange, request)
     params = _params(llm, "classify", None, request.use_activation)
     outputs = await _run(llm, exchange, request, await _read(exchange, llm, request), params, "classify")
     pooling = llm.model.pooling
@@ -103,7 +103,7 @@ async def create_classification(exchange: Exchange, request: ClassifyRequest) ->
 
 
 async def create_score(exchange: Exchange, request: ScoreRequest) -> None:
-    llm = _engine(exchange, request)
+    llm = await _engine(exchange, request)
     first, second = _sides(request)
     scores, usage = await _score(
         llm, exchange, request, first, second, "score", request.truncate_prompt_tokens, request.use_activation
@@ -117,7 +117,7 @@ async def create_score(exchange: Exchange, request: ScoreRequest) -> None:
 
 async def create_rerank(exchange: Exchange, request: RerankRequest, *, shows_documents: bool = True) -> None:
     """shows_documents: where the request does not say."""
-    llm = _engine(exchange, request)
+    llm = await _engine(exchange, request)
     if request.top_n is not None and request.top_n < 0:
         raise RequestError("top_n must be at least 0", param="top_n", value=request.top_n)
     texts = [document if isinstance(document, str) else document.text for document in request.documents]
@@ -145,7 +145,7 @@ async def create_rerank_v2(exchange: Exchange, request: RerankRequest) -> None:
 
 
 async def create_pooling(exchange: Exchange, request: PoolingRequest) -> None:
-    llm = _engine(exchange, request)
+    llm = await _engine(exchange, request)
     if request.data is not msgspec.UNSET:
         await _process(exchange, llm, request)
         return
@@ -177,6 +177,7 @@ async def _process(exchange: Exchange, llm: AsyncLLM | Any, request: PoolingRequ
     stream = llm.encode(
         {DATA: request.data}, params, f"{request_id}-{uuid.uuid4().hex[:12]}", priority=request.priority or 0,
         cache_salt=request.cache_salt, timeout_s=request.timeout_s, truncate_prompt_tokens=request.truncate_prompt_tokens,
+        **_adapter(exchange),
     )  # fmt: skip
     async with contextlib.aclosing(stream):
         async for output in stream:
@@ -191,9 +192,9 @@ async def _process(exchange: Exchange, llm: AsyncLLM | Any, request: PoolingRequ
 # What they have in common.
 
 
-def _engine(exchange: Exchange, request: PooledRequest) -> AsyncLLM | Any:
+async def _engine(exchange: Exchange, request: PooledRequest) -> AsyncLLM | Any:
     llm = exchange.state.engine()
-    exchange.state.check_model(request.model)
+    exchange.lora_request = await exchange.state.adapter_of(request.model)
     if llm.model.pooling is None:
         raise RequestError(
             "This model generates; it makes no vectors or scores. Use /v1/completions or /v1/chat/completions.",
@@ -251,6 +252,7 @@ async def _run(
         prompts, params, f"{readable}-{uuid.uuid4().hex[:12]}",  # a client may send one X-Request-Id twice
         priority=request.priority or 0, cache_salt=request.cache_salt, timeout_s=request.timeout_s,
         truncate_prompt_tokens=request.truncate_prompt_tokens if truncate is None else truncate,
+        **_adapter(exchange),
     )  # fmt: skip
     return found
 
@@ -299,6 +301,11 @@ async def _score(
     outputs = await _run(llm, exchange, request, prompts, PoolingParams(task="embed"), kind, truncate)
     vectors = [output.outputs for output in outputs]
     return [cosine(*pair) for pair in paired(vectors[: len(first)], vectors[len(first) :])], _usage(outputs)
+
+
+def _adapter(exchange: Exchange) -> dict[str, Any]:
+    """Return the argument that names the request's adapter; none for the model alone, as engines without adapters are called."""
+    return {} if exchange.lora_request is None else {"lora_request": exchange.lora_request}
 
 
 def _sides(request: ScoreRequest) -> tuple[list[str], list[str]]:

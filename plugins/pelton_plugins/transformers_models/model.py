@@ -281,6 +281,7 @@ class _Swap:
         return Products(
             [self._prefix + name for name in group], linears, config=self._config,
             is_vocabulary=self._model.get_output_embeddings() in linears,
+            reads_tokens=self._traced.read_tokens.issuperset(group),
         )  # fmt: skip
 
     def _products(self, group: list[str]) -> None:
@@ -304,6 +305,9 @@ class _Swap:
                     first, *others = self._names[id(parameter)]
                     config.weights.expect(self._prefix + first, tuple(parameter.shape), moved[id(parameter)])
                     self._ignore(others)
+                    if parameter.dim() > 1 and config.adapters is not None:
+                        why = f"it is {type(module).__name__} of transformers, whose own code computes it"
+                        config.adapters.refuse(self._prefix + module_name, why)
                 setattr(module, name, moved[id(parameter)])
             for name, buffer in list(module._buffers.items()):
                 full = f"{module_name}.{name}" if module_name else name

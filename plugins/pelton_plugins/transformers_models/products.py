@@ -48,9 +48,16 @@ class Products(LinearModule):
     """Matrices below each other, which read one input."""
 
     def __init__(
-        self, names: Sequence[str], linears: Sequence[nn.Linear], *, config: BuildConfig, is_vocabulary: bool = False
+        self,
+        names: Sequence[str],
+        linears: Sequence[nn.Linear],
+        *,
+        config: BuildConfig,
+        is_vocabulary: bool = False,
+        reads_tokens: bool = True,
     ) -> None:
-        """names: in the checkpoint, without ".weight". is_vocabulary: the one matrix is the output head."""
+        """names: in the checkpoint, without ".weight". is_vocabulary: the one matrix is the output head. reads_tokens: its rows are the
+        step's tokens, so that adapters know theirs."""
         shards = [
             LinearShard(name, one.out_features, one.in_features, (0, one.out_features), (0, one.in_features))
             for name, one in zip(names, linears, strict=True)
@@ -59,9 +66,13 @@ class Products(LinearModule):
         weights = config.quantization.create(config, shards, bias=has_bias, is_vocabulary=is_vocabulary)
         super().__init__(weights)
         self._product = _bind(weights, config)
-        self.adapter = None if is_vocabulary else config.adapter_layer(shards)
-        if is_vocabulary and config.adapters is not None:
-            config.adapters.refuse(names[0], "embeddings and output heads take none")
+        self.adapter = None
+        if reads_tokens and not is_vocabulary:
+            self.adapter = config.adapter_layer(shards)
+        elif config.adapters is not None:
+            why = "embeddings and output heads take none" if is_vocabulary else "its rows are not the tokens of a step"
+            for name in names:
+                config.adapters.refuse(name, why)
         self.sizes = [one.out_features for one in linears]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -66,6 +66,8 @@ class Trace:
     """By the name of the module, in the order of the calls."""
     products: list[list[str]]
     """Names of linear modules; those of one list read the same input, one after the other."""
+    read_tokens: frozenset[str]
+    """Names of the body's linear modules whose rows are the step's tokens, in each of their calls."""
     calls_torch: bool
     """Whether its modules call torch's attention themselves."""
     calls: dict[str, Call]
@@ -121,6 +123,8 @@ class _Watched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self._tracer.calls.append((self._name, x, x._version))
+        if x.numel() != _NUM_TOKENS * x.shape[-1]:
+            self._tracer.of_other_rows.add(self._name)
         output: Tensor = self.linear(x)
         return output
 
@@ -149,6 +153,7 @@ class _Tracer:
     def __init__(self, name: str, model: Any, max_model_len: int, positions: Tensor) -> None:
         self.calls: list[tuple[str, Tensor, int]] = []
         self.read: set[str] = set()
+        self.of_other_rows: set[str] = set()
         self._positions = positions
         self._calls_of: dict[str, list[Call]] = {}
         self._made: dict[int, Made] = {}
@@ -240,7 +245,17 @@ class _Tracer:
         if len(bodies) != 1:
             raise refusal(self._name, "its head is not apart from its layers")
         calls = {name: calls[0] for name, calls in self._calls_of.items() if len(calls) == 1}
-        return Trace(bodies[0], self._found, self._products(), calls_torch, calls, self._made, self._positions)
+        read_tokens = {name for name, _, _ in self.calls if name.startswith(f"{bodies[0]}.")} - self.of_other_rows
+        return Trace(
+            bodies[0],
+            self._found,
+            self._products(),
+            frozenset(read_tokens),
+            calls_torch,
+            calls,
+            self._made,
+            self._positions,
+        )
 
     def _products(self) -> list[list[str]]:
         counts: dict[str, int] = {}

@@ -31,7 +31,7 @@ class Model:
 def make_pooler(pooling_type="mean", **fields):
     tasks = ["embed", "token_embed", "classify", "reward"]
     spec = PoolingSpec(tasks=tasks, pooling_type=pooling_type, **{"labels": ["a", "b"], **fields})
-    return Pooler(config=SimpleNamespace(pooling=spec, dtype=torch.float32))
+    return Pooler(config=SimpleNamespace(pooling=spec, dtype=torch.float32, adapters=None))
 
 
 def step(parts, texts, params, num_padding=0):

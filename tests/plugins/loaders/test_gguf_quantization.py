@@ -1,12 +1,15 @@
 """`--quantization gguf`: a file's blocks stay packed, in Hugging Face's order of rows, and mean what they meant."""
 
+import json
 from dataclasses import replace
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from pelton import LLM, LoRARequest, SamplingParams
 from pelton.builtin import pelton_fused_ops
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
@@ -111,6 +114,48 @@ def test_kernels_come_near_the_dequantized_file(tmp_path, dtype):
     wanted, _ = logits(path)
     found, _ = logits(path, quantization="gguf", native=True, dtype=dtype)
     assert (found - wanted).norm() < {torch.float32: 5e-4, torch.bfloat16: 0.03}[dtype] * wanted.norm()
+
+
+def test_adapters_add_to_the_blocks(tmp_path):
+    """By the names of the checkpoint that the file was made from; the same adapter on the dequantized file says the same."""
+    path, adapter, random = write_model(tmp_path / "m.gguf"), tmp_path / "adapter", torch.Generator().manual_seed(1)
+    adapter.mkdir()
+    names = {
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    tensors = {
+        f"base_model.model.model.layers.{layer}.{names[part]}.lora_{letter}.weight": torch.randn(shape, generator=random) * 0.2
+        for layer in range(LAYERS) for part in names
+        for letter, shape in (("A", (4, SHAPES[part][1])), ("B", (SHAPES[part][0], 4)))
+    }  # fmt: skip
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "k_proj", "up_proj", "down_proj"],
+    }
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    settings = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**22, "dtype": "float32"}
+
+    def logprobs(**more):
+        with LLM(model=str(path), enable_lora=True, skip_tokenizer_init=True, **settings, **more) as llm:
+            requests = [None, LoRARequest("mine", 1, str(adapter))]
+            outputs = llm.generate([{"prompt_token_ids": PROMPT}] * 2, params, use_tqdm=False, lora_request=requests)
+        return [
+            torch.tensor([at[token].logprob for at, token in zip(one.prompt_logprobs[1:], PROMPT[1:], strict=True)])
+            for one in outputs
+        ]
+
+    (base, adapted), (packed_base, packed_adapted) = logprobs(), logprobs(quantization="gguf")
+    apart = (adapted - base).norm()
+    assert apart > 1.0
+    assert (packed_base - base).norm() < 0.01 * apart
+    assert (packed_adapted - adapted).norm() < 0.01 * apart
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1"])

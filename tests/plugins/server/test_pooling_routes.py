@@ -300,6 +300,39 @@ async def test_plain_results_of_each_token(encoder, running):
         assert "no IO processor" in (await refused(client, "/pooling", data={"any": 1}))["message"]
 
 
+async def test_an_adapter_is_a_model_of_every_route(encoder, tmp_path, running):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    random, tensors = torch.Generator().manual_seed(1), {}
+    for name, weight in load_file(encoder / "model.safetensors").items():
+        if name.endswith(("query.weight", "intermediate.dense.weight")):
+            full = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{full}.lora_A.weight"] = torch.randn(8, weight.shape[1], generator=random) * 0.3
+            tensors[f"{full}.lora_B.weight"] = torch.randn(weight.shape[0], 8, generator=random) * 0.3
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["query", "intermediate.dense"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    async with running(encoder, enable_lora=True, lora_modules=[f"mine={tmp_path}"]) as client:
+        models = (await client.get("/v1/models")).json()["data"]
+        assert [(model["id"], model.get("parent")) for model in models] == [("tiny", None), ("mine", "tiny")]
+        base = await ok(client, "/v1/embeddings", model="tiny", input=TEXTS)
+        found = await ok(client, "/v1/embeddings", model="mine", input=TEXTS)
+        assert found["model"] == "mine"
+        plain, adapted = (np.array([row["embedding"] for row in one["data"]]) for one in (base, found))
+        assert np.abs(plain - adapted).max(axis=1).min() > 0.01
+        pooled = await ok(client, "/pooling", model="mine", input=TEXTS, task="embed")
+        np.testing.assert_allclose([row["data"] for row in pooled["data"]], adapted, atol=1e-5)
+        scores = await ok(client, "/score", model="mine", text_1=TEXTS[0], text_2=TEXTS[1:])
+        np.testing.assert_allclose([row["score"] for row in scores["data"]], adapted[1:] @ adapted[0], atol=1e-4)
+        ranked = await ok(client, "/v2/rerank", model="mine", query=TEXTS[0], documents=TEXTS[1:])
+        assert {row["relevance_score"] for row in ranked["results"]} == {row["score"] for row in scores["data"]}
+        cohere_body = {"model": "mine", "texts": TEXTS, "input_type": "search_query", "embedding_types": ["float"]}
+        by_cohere = await ok(client, "/v2/embed", **cohere_body)
+        np.testing.assert_allclose(by_cohere["embeddings"]["float"], adapted, atol=1e-5)
+        await refused(client, "/v1/embeddings", status=404, model="other", input="a")
+
+
 async def test_a_model_that_generates_says_so(tmp_path, running):
     async with running(make_tiny_checkpoint(tmp_path, "llama")) as client:
         for path, body in (

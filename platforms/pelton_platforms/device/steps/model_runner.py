@@ -348,7 +348,7 @@ class ModelRunner:
             assert self.ops.drafts is not None
             (logit_tokens,) = self._staging.stage([plan.verified_tokens(self.ops.drafts.width)])
         elif isinstance(tail, Pool):
-            pooled = self._pooled_rows(plan)
+            pooled = self._pooled_rows(plan, has_lora)
         return StepInputs(
             shape=plan.shape, slots=columns.slots, num_scheduled=columns.num_scheduled,
             sample_slots=columns.sample_slots, logit_tokens=logit_tokens,
@@ -357,7 +357,7 @@ class ModelRunner:
             token_types=None if pooled is None else self._token_types(pooled, plan.shape.num_padded_tokens),
         )  # fmt: skip
 
-    def _pooled_rows(self, plan: StepPlan) -> PooledRows:
+    def _pooled_rows(self, plan: StepPlan, has_lora: bool) -> PooledRows:
         host, rows, starts = self.state.host, plan.pooled_rows, plan.query_start_loc
         (last_tokens,) = self._staging.stage([starts[rows + 1] - 1])
         return PooledRows(
@@ -369,6 +369,7 @@ class ModelRunner:
             is_last=plan.is_pooled_last,
             last_tokens=last_tokens,
             query_start_loc=self.buffers.query_start_loc[: plan.shape.num_padded_reqs + 1],
+            has_adapters=has_lora,
         )
 
     def _token_types(self, rows: PooledRows, num_tokens: int) -> Tensor | None:

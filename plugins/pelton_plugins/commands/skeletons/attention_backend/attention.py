@@ -10,7 +10,11 @@ from typing import ClassVar
 import torch
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.config import EngineConfig
+from pelton.config.plugin_settings import read_settings
 from torch import Tensor
+
+from pelton_skeleton.settings import SkeletonSettings
 
 
 class SkeletonBackend(AttentionBackend):
@@ -18,6 +22,13 @@ class SkeletonBackend(AttentionBackend):
 
     name: ClassVar[str] = "skeleton"
     handles: ClassVar[frozenset[str]] = frozenset()  # optional needs that it has read about; others are refused
+    settings: ClassVar[SkeletonSettings] = SkeletonSettings()
+
+    @classmethod
+    def configured(cls, config: EngineConfig) -> type[AttentionBackend]:
+        """A class for each engine: two engines of one process may have other settings."""
+        own = read_settings(config, "skeleton", SkeletonSettings)
+        return type(cls.__name__, (cls,), {"settings": own})
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
@@ -27,7 +38,7 @@ class SkeletonBackend(AttentionBackend):
         return common
 
     def bind(self, layer: AttentionParams) -> BoundAttention:
-        return SkeletonAttention(layer)
+        return SkeletonAttention(layer, most_scores=self.settings.scores_kib * 256)
 
 
 class SkeletonAttention(BoundAttention):
@@ -35,12 +46,20 @@ class SkeletonAttention(BoundAttention):
 
     layer: AttentionParams
 
+    def __init__(self, layer: AttentionParams, most_scores: int) -> None:
+        """most_scores: float32 numbers that may be there at once."""
+        super().__init__(layer)
+        self.most_scores = most_scores
+
     def __call__(self, query: Tensor, metadata: CommonMetadata, output: Tensor) -> None:
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         for row in range(metadata.num_reqs):
-            tokens = slice(starts[row], starts[row + 1])
-            if tokens.start < tokens.stop:  # rows of padding have none
-                output[tokens] = self._attend(query[tokens], metadata.block_table[row], lengths[row])
+            first, stop, length = starts[row], starts[row + 1], lengths[row]  # rows of padding have no tokens
+            size = max(self.most_scores // (query.shape[1] * max(length, 1)), 1)
+            for start in range(first, stop, size):
+                end = min(start + size, stop)
+                piece = self._attend(query[start:end], metadata.block_table[row], length - (stop - end))
+                output[start:end] = piece
 
     def _attend(self, query: Tensor, table: Tensor, length: int) -> Tensor:
         """query [T, N G, D] -> the same shape; the last token is at position length - 1."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pelton import hookimpl
-from pelton.entries import BackendEntry
+from pelton.entries import BackendEntry, SettingsEntry
 
 PELTON_API = ">=1,<2"
 PELTON_CONFORMANCE = "pelton_skeleton.conformance"
@@ -24,3 +24,8 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             name="skeleton", load="pelton_skeleton.attention:SkeletonBackend", priority=5, device_types=("cpu",)
         )
     ]
+
+
+@hookimpl
+def pelton_settings() -> Sequence[SettingsEntry]:
+    return [SettingsEntry(name="skeleton", load="pelton_skeleton.settings:SkeletonSettings")]
