@@ -30,6 +30,7 @@ from pelton_backends.triton.launch import Launcher, alignment, launch
 from pelton_backends.triton.ops.linear.fp8_gemv import fp8_add_norm_linear_kernel, fp8_linear_kernel
 from pelton_backends.triton.ops.linear.fp8_one_row import OneRowProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES
+from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct, choose_e4m3_tiling
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.linear.large_batch import MAX_HIDDEN_SIZE, add_norm_row, gated
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
@@ -217,6 +218,7 @@ class _Fp8Matrix:
         self.few: HopperProduct | None = None
         if can_multiply(self.weight):
             self.few = HopperProduct(self.weight, self.bias, activation, self.counters, self.scale)
+            self.more = MidBatchProduct(self.weight, self.bias, activation, self.counters, self.scale)
         self.streams_one = self.few is not None and self.weight.numel() >= STREAMED_NUMBERS
 
     def one_row(self, norm: Norm | None = None, post_norm: Norm | None = None) -> OneRowProduct | None:
@@ -242,6 +244,9 @@ class _Fp8Matrix:
             if num_rows == 0:
                 return torch.empty((0, self.num_columns), dtype=self.dtype, device=rows.device)
             if self.few is not None and num_rows <= MAX_STREAMED:
+                tiling = choose_e4m3_tiling(num_rows, *self.weight.shape, self.activation is not None)
+                if tiling is not None:
+                    return self.more(rows, tiling, x_scale=scales, dtype=self.dtype)
                 return self.few(rows, x_scale=scales, dtype=self.dtype)
             return multiply(
                 rows, self.weight, self.bias, self.activation, self.counters, scales=(self.scale, scales),
