@@ -92,6 +92,8 @@ def test_options(options, num_rows, device):
 LARGE = [
     pytest.param(4096, 4112, {}, id="rows-of-64"),
     pytest.param(1024, 17424, {"residual": False}, id="rows-of-128-and-a-rest"),
+    pytest.param(2048, 5120, {}, id="a-short-row-whole"),
+    pytest.param(4096, 2048, {}, id="few-rows-in-two-parts"),
     pytest.param(14336, 1184, {}, id="a-long-row-in-parts"),
     pytest.param(2048, 8208, {"bias": True, "inputs": replace(DYNAMIC, is_dynamic=False)}, id="one-scale-bias"),
     pytest.param(
@@ -124,6 +126,8 @@ def test_one_row_of_a_large_matrix_is_streamed(op, in_features, out_features, op
         (57344, 8192, False),  # three buffers
         (4096, 18432, False),  # too long a row
         (4096, 3584, False),  # half a piece
+        (5120, 2048, True),
+        (2048, 4096, True),
     ],
 )
 def test_one_row_is_streamed_where_buffers_and_pieces_fit(monkeypatch, out_features, in_features, is_taken):

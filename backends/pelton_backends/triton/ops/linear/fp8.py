@@ -45,9 +45,10 @@ if TYPE_CHECKING:
 FORMAT = "fp8_e4m3"
 DTYPES = ("bfloat16", "float16")
 MAX_STREAMED = 128  # rows
-ONE_ROW_NUMBERS = 16 << 20
-"""From here on one row is faster with the kernel that makes the row and streams the matrix: all matrices of Llama-3.1-8B, see
-docs/performance.md. A matrix-vector kernel's many programs each norm and round the row, which then takes longer than their weights."""
+ONE_ROW_NUMBERS = 8 << 20
+"""From here on one row is faster with the kernel that makes the row and streams the matrix: all matrices of Llama-3.1-8B, QKV and O of
+Qwen3-30B-A3B, see docs/performance/models.md. A matrix-vector kernel's many programs each norm and round the row, which then takes longer
+than their weights."""
 STREAMED_NUMBERS = 32 << 20
 """From here on, where that kernel does not take the row, what more rows take is faster than a matrix-vector kernel."""
 MULTIPLE = 16  # of rows and columns of a matrix: what `torch._scaled_mm` takes
