@@ -159,7 +159,9 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
         source: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if source is not None:  # what is not written may be any number
-            is_pair = torch.arange(source.shape[0]) % hopper.ROWS < tile_rows.repeat_interleave(hopper.ROWS)
+            is_pair = torch.arange(source.shape[0], device=x.device) % hopper.ROWS < tile_rows.repeat_interleave(
+                hopper.ROWS
+            )
             x = x[torch.where(is_pair & (source >= 0) & (source < x.shape[0]), source, 0)]
         assert x.shape[0] == experts.shape[0] * hopper.ROWS >= num_tiles.item() * hopper.ROWS
         out = []
