@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+import triton
 from pelton_linear_oracle import Case, make_case
 
 from pelton.ops.interface import InputRounding, LinearWeights
@@ -18,6 +19,7 @@ from pelton_backends.reference.ops import (
 )
 from pelton_backends.triton.ops.linear import fp8, fp8_one_row, hopper_split_k
 from pelton_backends.triton.ops.linear.fp8 import Fp8AddNormGatedLinear, Fp8AddNormLinear, Fp8Linear
+from pelton_backends.triton.ops.linear.hopper_mid_batch import choose_e4m3_tiling
 from pelton_backends.triton.ops.pieces import Norm
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 from pelton_plugins.quantization.reference import Fp8LinearReference
@@ -90,6 +92,8 @@ def test_options(options, num_rows, device):
 LARGE = [
     pytest.param(4096, 4112, {}, id="rows-of-64"),
     pytest.param(1024, 17424, {"residual": False}, id="rows-of-128-and-a-rest"),
+    pytest.param(2048, 5120, {}, id="a-short-row-whole"),
+    pytest.param(4096, 2048, {}, id="few-rows-in-two-parts"),
     pytest.param(14336, 1184, {}, id="a-long-row-in-parts"),
     pytest.param(2048, 8208, {"bias": True, "inputs": replace(DYNAMIC, is_dynamic=False)}, id="one-scale-bias"),
     pytest.param(
@@ -122,6 +126,8 @@ def test_one_row_of_a_large_matrix_is_streamed(op, in_features, out_features, op
         (57344, 8192, False),  # three buffers
         (4096, 18432, False),  # too long a row
         (4096, 3584, False),  # half a piece
+        (5120, 2048, True),
+        (2048, 4096, True),
     ],
 )
 def test_one_row_is_streamed_where_buffers_and_pieces_fit(monkeypatch, out_features, in_features, is_taken):
@@ -150,15 +156,32 @@ def test_one_row_has_a_kernel_for_each_set_of_its_tensors(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [2, 17, 100, 128])
+@pytest.mark.parametrize("num_rows", [2, 17, 65, 100, 128])
 @pytest.mark.parametrize("op", OPS)
 def test_few_rows_with_copies_ahead(op, num_rows, device):
     implementation, kind = OPS[op]
-    for size, out in ((384, 208), (4096, 1024)):
+    large = ((4096, 28672), (14336, 4096)) if num_rows > 64 else ()
+    for size, out in ((384, 208), (4096, 1024), *large):
         case = make(num_rows, size, out, device, dtype=torch.bfloat16, **kind)
         if not hopper_split_k.can_multiply(case.packed.tensors["weight"]):
             pytest.skip("only on Hopper")
         check(case, implementation)
+
+
+def test_tilings_of_65_to_128_rows_cover_the_product_and_fit_the_device():
+    chosen = {}
+    for num_tokens, (out, size), is_gated in product(
+        (64, 65, 128, 129), ((28672, 4096), (24576, 4096), (4096, 14336), (3216, 18432), (208, 384)), (False, True)
+    ):
+        tiling = choose_e4m3_tiling(num_tokens, out, size, is_gated)
+        if tiling is None:
+            continue
+        chosen[out, size] = tiling
+        assert 64 < num_tokens <= 128 and tiling.groups == 2 and tiling.run == tiling.rows <= 256
+        assert size % (128 * tiling.split) == 0 and not (is_gated and (tiling.split > 1 or out % 16))
+        assert 96 <= triton.cdiv(out, tiling.run) * tiling.split <= 132
+        assert (triton.next_power_of_2(tiling.rows) + 128) * 128 * tiling.stages <= 225_000
+    assert set(chosen) == {(28672, 4096), (24576, 4096), (4096, 14336), (3216, 18432)}
 
 
 def test_several_pieces_of_a_long_row_and_strided_rows(device):

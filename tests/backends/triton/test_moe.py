@@ -70,6 +70,12 @@ def test_packed_weights(form: dict[str, Any], sizes: tuple[int, int], num_tokens
     check_moe(TritonMoe, *moe_case(device, routing, num_tokens, sizes=sizes, **form), tolerance=1e-4)
 
 
+def test_one_tokens_rows_in_e4m3_of_many_experts_and_several_pieces(device: torch.device) -> None:
+    for routing, size in ((RoutingSpec(num_experts=20, top_k=18), 300), (RoutingSpec(num_experts=3, top_k=2), 1100)):
+        case = moe_case(device, routing, 1, sizes=(72, size), weight_format="e4m3")
+        check_moe(TritonMoe, *case, tolerance=2e-4)
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -159,7 +165,9 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
         source: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if source is not None:  # what is not written may be any number
-            is_pair = torch.arange(source.shape[0]) % hopper.ROWS < tile_rows.repeat_interleave(hopper.ROWS)
+            is_pair = torch.arange(source.shape[0], device=x.device) % hopper.ROWS < tile_rows.repeat_interleave(
+                hopper.ROWS
+            )
             x = x[torch.where(is_pair & (source >= 0) & (source < x.shape[0]), source, 0)]
         assert x.shape[0] == experts.shape[0] * hopper.ROWS >= num_tiles.item() * hopper.ROWS
         out = []

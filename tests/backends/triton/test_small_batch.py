@@ -123,7 +123,7 @@ def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
                     continue
                 assert 64 < num_tokens <= 256
                 chosen.add(tiling)
-                run, rows, groups, split, stages = tiling
+                run, rows, groups, split, stages, _ = tiling
                 assert size % (64 * split) == 0 and (split == 1 or run == rows)
                 assert rows <= run <= 2 * rows and rows <= 256 and groups * rows <= 512 and run % 32 == 0
                 assert stages >= 2 and (triton.next_power_of_2(rows) + 64 * groups) * 128 * stages <= 225_000

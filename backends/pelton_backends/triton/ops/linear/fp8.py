@@ -30,6 +30,7 @@ from pelton_backends.triton.launch import Launcher, alignment, launch
 from pelton_backends.triton.ops.linear.fp8_gemv import fp8_add_norm_linear_kernel, fp8_linear_kernel
 from pelton_backends.triton.ops.linear.fp8_one_row import OneRowProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES
+from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct, choose_e4m3_tiling
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.linear.large_batch import MAX_HIDDEN_SIZE, add_norm_row, gated
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
 FORMAT = "fp8_e4m3"
 DTYPES = ("bfloat16", "float16")
 MAX_STREAMED = 128  # rows
-ONE_ROW_NUMBERS = 16 << 20
-"""From here on one row is faster with the kernel that makes the row and streams the matrix: all matrices of Llama-3.1-8B, see
-docs/performance.md. A matrix-vector kernel's many programs each norm and round the row, which then takes longer than their weights."""
+ONE_ROW_NUMBERS = 8 << 20
+"""From here on one row is faster with the kernel that makes the row and streams the matrix: all matrices of Llama-3.1-8B, QKV and O of
+Qwen3-30B-A3B, see docs/performance/models.md. A matrix-vector kernel's many programs each norm and round the row, which then takes longer
+than their weights."""
 STREAMED_NUMBERS = 32 << 20
 """From here on, where that kernel does not take the row, what more rows take is faster than a matrix-vector kernel."""
 MULTIPLE = 16  # of rows and columns of a matrix: what `torch._scaled_mm` takes
@@ -217,6 +219,7 @@ class _Fp8Matrix:
         self.few: HopperProduct | None = None
         if can_multiply(self.weight):
             self.few = HopperProduct(self.weight, self.bias, activation, self.counters, self.scale)
+            self.more = MidBatchProduct(self.weight, self.bias, activation, self.counters, self.scale)
         self.streams_one = self.few is not None and self.weight.numel() >= STREAMED_NUMBERS
 
     def one_row(self, norm: Norm | None = None, post_norm: Norm | None = None) -> OneRowProduct | None:
@@ -242,6 +245,9 @@ class _Fp8Matrix:
             if num_rows == 0:
                 return torch.empty((0, self.num_columns), dtype=self.dtype, device=rows.device)
             if self.few is not None and num_rows <= MAX_STREAMED:
+                tiling = choose_e4m3_tiling(num_rows, *self.weight.shape, self.activation is not None)
+                if tiling is not None:
+                    return self.more(rows, tiling, x_scale=scales, dtype=self.dtype)
                 return self.few(rows, x_scale=scales, dtype=self.dtype)
             return multiply(
                 rows, self.weight, self.bias, self.activation, self.counters, scales=(self.scale, scales),

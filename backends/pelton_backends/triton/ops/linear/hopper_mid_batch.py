@@ -1,5 +1,7 @@
 """Products of 65 rows and more on Hopper, while reading the weights is a good part of their cost: every weight is read once.
 
+Numbers have two bytes, or are float8_e4m3fn with scales.
+
 The work is cut so that each of about 128 programs, one a multiprocessor, has the same: a run of the weight's rows, which need
 not be a power of two, by all rows of x, or where that makes too few programs a part of K. One warp copies, the warp groups
 multiply, 64 rows of x each.
@@ -26,20 +28,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.ops.linear.hopper_split_k import activated, rows_in_memory
+from pelton_backends.triton.ops.linear.hopper_split_k import PANEL_BYTES, activated, panel_of, rows_in_memory
 from pelton_backends.triton.ops.pieces import empty_rows
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PANEL = 64  # columns of a step: 128 bytes, the widest swizzle of shared memory
 GROUP = 64  # rows of x of a warp group
 PROGRAMS = 132  # multiprocessors of an H200
 MIN_PROGRAMS = 96
+ALL_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
+"""Of a thread that multiplies, where a program takes all that a multiprocessor has, by warp groups."""
 SMALL_MATRIX = 8 * 2**20  # numbers
+LARGE_E4M3_MATRIX = 56 * 2**20
 LONG_ROW = 8192
-_PANEL = gl.constexpr(PANEL)
 _GROUP = gl.constexpr(GROUP)
 
 
@@ -48,6 +51,12 @@ def _piece(rows, place):
     """A product's width is a power of two: 224 rows are multiplied as 128, 64 and 32. The place-th of these, or 0."""
     bits = [1 << bit for bit in range(8, 3, -1) if rows >> bit & 1]
     return bits[place] if place < len(bits) else 0
+
+
+@gluon.constexpr_function
+def _columns(dtype):
+    """Columns of a step: 128 bytes, the widest swizzle of shared memory."""
+    return 1024 // dtype.primitive_bitwidth
 
 
 @gluon.constexpr_function
@@ -68,19 +77,21 @@ def _fetch_weights(
     BOX: gl.constexpr,
     IS_PAIRED: gl.constexpr,
 ):
+    column = step * _columns(weight.dtype)
     for i in gl.static_range(ROWS // BOX):
         place = weights.index(stage * (SLOT // BOX) + i)
         if IS_PAIRED:
-            tma.async_copy_global_to_shared(weight, [(row + i * BOX) // 16, 0, 0, step * _PANEL], barrier, place)
+            tma.async_copy_global_to_shared(weight, [(row + i * BOX) // 16, 0, 0, column], barrier, place)
         else:
-            tma.async_copy_global_to_shared(weight, [row + i * BOX, step * _PANEL], barrier, place)
+            tma.async_copy_global_to_shared(weight, [row + i * BOX, column], barrier, place)
 
 
 @gluon.jit
 def _fetch_rows(x, token, step, barrier, rows, stage, GROUPS: gl.constexpr):
+    column = step * _columns(x.dtype)
     for g in gl.static_range(GROUPS):
         place = rows.index(stage * GROUPS + g)
-        tma.async_copy_global_to_shared(x, [token + g * _GROUP, step * _PANEL], barrier, place)
+        tma.async_copy_global_to_shared(x, [token + g * _GROUP, column], barrier, place)
 
 
 @gluon.jit
@@ -119,13 +130,18 @@ def _copy(
 
 
 @gluon.jit
-def _store_result(total, bias, out, row, token, num_tokens, N: gl.constexpr, ACTIVATION: gl.constexpr, R: gl.constexpr):
-    """Bias, activation and the only rounding of the product, of [64, R] float32; out is [T, N] or [T, N / 2]."""
+def _store_result(
+    total, weight_scale, x_scale, bias, out, row, token, num_tokens, N: gl.constexpr, ACTIVATION: gl.constexpr, R: gl.constexpr
+):  # fmt: skip
+    """Scales, bias, activation and the only rounding of the product, of [64, R] float32; out is [T, N] or [T, N / 2]."""
     dtype: gl.constexpr = out.dtype.element_ty
     if ACTIVATION is None:
         layout: gl.constexpr = total.type.layout
         tokens = token + gl.arange(0, _GROUP, gl.SliceLayout(1, layout))
         columns = row + gl.arange(0, R, gl.SliceLayout(0, layout))
+        if weight_scale is not None:
+            scale = gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))
+            total = total * gl.load(weight_scale + gl.minimum(columns, N - 1))[None, :] * scale[:, None]
         if bias is not None:
             total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[None, :]
         is_inside = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
@@ -138,6 +154,10 @@ def _store_result(total, bias, out, row, token, num_tokens, N: gl.constexpr, ACT
         half: gl.constexpr = gate.type.layout
         tokens = token + gl.arange(0, _GROUP, gl.SliceLayout(1, half))
         columns = row // 2 + gl.arange(0, R // 2, gl.SliceLayout(0, half))
+        if weight_scale is not None:
+            scale = gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))[:, None]
+            gate = gate * gl.load(weight_scale + gl.minimum(columns, HALF - 1))[None, :] * scale
+            up = up * gl.load(weight_scale + HALF + gl.minimum(columns, HALF - 1))[None, :] * scale
         if bias is not None:
             gate += gl.load(bias + gl.minimum(columns, HALF - 1)).to(gl.float32)[None, :]
             up += gl.load(bias + HALF + gl.minimum(columns, HALF - 1)).to(gl.float32)[None, :]
@@ -147,17 +167,17 @@ def _store_result(total, bias, out, row, token, num_tokens, N: gl.constexpr, ACT
 
 
 @gluon.jit
-def _zeros(R: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+def _zeros(R: gl.constexpr, COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, COLUMNS // 4])
     return warpgroup_mma_init(gl.zeros((_GROUP, R), gl.float32, layout))
 
 
 @gluon.jit
 def _product(left, weights, stage, total, R: gl.constexpr, FROM: gl.constexpr, SLOT: gl.constexpr):
     """total + left by R of a buffer's rows of the weight, beginning with row FROM."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, weights.dtype.primitive_bitwidth, 2)
     STAGES: gl.constexpr = weights.shape[0] * weights.type.shape[1] // SLOT
-    tiles = weights._reinterpret(weights.dtype, [STAGES * (SLOT // R), R, _PANEL], layout)
+    tiles = weights._reinterpret(weights.dtype, [STAGES * (SLOT // R), R, _columns(weights.dtype)], layout)
     right = tiles.index(stage * (SLOT // R) + FROM // R).permute((1, 0))
     return warpgroup_mma(left, right, total, is_async=True)
 
@@ -172,7 +192,7 @@ def _store_part(total, part, R: gl.constexpr, RUN: gl.constexpr):
 
 @gluon.jit
 def _add_parts(
-    partials, counter, bias, out, slot, part, row, token, num_tokens,
+    partials, counter, weight_scale, x_scale, bias, out, slot, part, row, token, num_tokens,
     N: gl.constexpr, RUN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Each of the SPLIT programs that have a part of K adds all parts of its share of the 64 rows of x, in their order."""
@@ -191,6 +211,9 @@ def _add_parts(
     total = gl.load(cells, mask=is_run, cache_modifier=".cg")
     for i in gl.static_range(1, SPLIT):
         total += gl.load(cells + i * (_GROUP * RUN), mask=is_run, cache_modifier=".cg")
+    if weight_scale is not None:
+        scale = gl.load(x_scale + gl.minimum(token + place, num_tokens - 1))
+        total = total * gl.load(weight_scale + gl.minimum(row + columns, N - 1))[None, :] * scale[:, None]
     if bias is not None:
         total += gl.load(bias + gl.minimum(row + columns, N - 1)).to(gl.float32)[None, :]
     is_inside = is_run & (token + place < num_tokens)[:, None] & (row + columns < N)[None, :]
@@ -202,7 +225,8 @@ def _add_parts(
 
 @gluon.jit
 def _pass(
-    G: gl.constexpr, done, bias, out, partials, counters, weights, rows, ready, free, row, slot, part, token, num_tokens,
+    G: gl.constexpr, done, weight_scale, x_scale, bias, out, partials, counters, weights, rows, ready, free, row, slot, part, token,
+    num_tokens,
     N: gl.constexpr, ACTIVATION: gl.constexpr, STEPS: gl.constexpr, R: gl.constexpr, SLOT: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -211,9 +235,10 @@ def _pass(
     B: gl.constexpr = _piece(R, 1)
     C: gl.constexpr = _piece(R, 2)
     gl.static_assert(A + B + C == R, "a run of rows is of at most three powers of two")
-    a = _zeros(A)
-    b = _zeros(B if B > 0 else 16)
-    c = _zeros(C if C > 0 else 16)
+    COLUMNS: gl.constexpr = _columns(weights.dtype)
+    a = _zeros(A, COLUMNS)
+    b = _zeros(B if B > 0 else 16, COLUMNS)
+    c = _zeros(C if C > 0 else 16, COLUMNS)
     for i in range(done, done + STEPS):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
@@ -244,46 +269,50 @@ def _pass(
             _store_part(b, mine + A, B, R)
         if C > 0:
             _store_part(c, mine + A + B, C, R)
-        _add_parts(partials, counters + slot, bias, out, slot, part, row, token, num_tokens, N, R, SPLIT)
+        _add_parts(
+            partials, counters + slot, weight_scale, x_scale, bias, out, slot, part, row, token, num_tokens, N, R, SPLIT
+        )
     else:
-        _store_result(a, bias, out, row, token, num_tokens, N, ACTIVATION, A)
+        _store_result(a, weight_scale, x_scale, bias, out, row, token, num_tokens, N, ACTIVATION, A)
         if B > 0:
-            _store_result(b, bias, out, row + A, token, num_tokens, N, ACTIVATION, B)
+            _store_result(b, weight_scale, x_scale, bias, out, row + A, token, num_tokens, N, ACTIVATION, B)
         if C > 0:
-            _store_result(c, bias, out, row + A + B, token, num_tokens, N, ACTIVATION, C)
+            _store_result(c, weight_scale, x_scale, bias, out, row + A + B, token, num_tokens, N, ACTIVATION, C)
 
 
 @gluon.jit
 def _multiply(
-    G: gl.constexpr, bias, out, partials, counters, weights, rows, ready, free, row, slot, part, token, num_tokens,
+    G: gl.constexpr, weight_scale, x_scale, bias, out, partials, counters, weights, rows, ready, free, row, slot, part, token,
+    num_tokens,
     N: gl.constexpr, ACTIVATION: gl.constexpr, STEPS: gl.constexpr, RUN: gl.constexpr, R: gl.constexpr, SLOT: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of x by the program's rows of the weight, R and then the rest of RUN."""
     gdc_wait()
     _pass(
-        G, 0, bias, out, partials, counters, weights, rows, ready, free, row, slot * GROUPS + G, part, token + G * _GROUP,
-        num_tokens, N, ACTIVATION, STEPS, R, SLOT, GROUPS, STAGES, SPLIT,
+        G, 0, weight_scale, x_scale, bias, out, partials, counters, weights, rows, ready, free, row, slot * GROUPS + G, part,
+        token + G * _GROUP, num_tokens, N, ACTIVATION, STEPS, R, SLOT, GROUPS, STAGES, SPLIT,
     )  # fmt: skip
     if RUN > R:
         gl.static_assert(SPLIT == 1, "rows that are left over, or parts of K, not both")
         _pass(
-            G, STEPS, bias, out, partials, counters, weights, rows, ready, free, row + R, slot, part, token + G * _GROUP,
-            num_tokens, N, ACTIVATION, STEPS, RUN - R, SLOT, GROUPS, STAGES, SPLIT,
+            G, STEPS, weight_scale, x_scale, bias, out, partials, counters, weights, rows, ready, free, row + R, slot, part,
+            token + G * _GROUP, num_tokens, N, ACTIVATION, STEPS, RUN - R, SLOT, GROUPS, STAGES, SPLIT,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def mid_batch_kernel(
-    x, weight, bias, out, partials, counters, num_tokens,
+    x, weight, weight_scale, x_scale, bias, out, partials, counters, num_tokens,
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, RUN: gl.constexpr, R: gl.constexpr, BOX: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr, COPYING: gl.constexpr,
 ):  # fmt: skip
     """RUN rows of the weight by 64 GROUPS rows of x over a SPLIT-th of K.
 
     Programs that add their parts together wait for each other. They follow one another in the order in which programs start,
     so at most SPLIT - 1 of a launch ever wait for some that have not started."""
-    STEPS: gl.constexpr = K // (_PANEL * SPLIT)
+    PANEL: gl.constexpr = _columns(weight.dtype)
+    STEPS: gl.constexpr = K // (PANEL * SPLIT)
     SLOT: gl.constexpr = _next_power_of_2(R)  # rows of the weight in a buffer
     IS_PAIRED: gl.constexpr = ACTIVATION is not None
     gl.static_assert(not IS_PAIRED or SPLIT == 1, "parts of K are added without an activation")
@@ -298,67 +327,68 @@ def mid_batch_kernel(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
     fence_async_shared()
-    flat = weights._reinterpret(weights.dtype, [STAGES * SLOT // BOX, BOX, _PANEL], gl.NVMMASharedLayout(128, 16, 2))
+    flat_layout: gl.constexpr = gl.NVMMASharedLayout(128, weight.dtype.primitive_bitwidth, 2)
+    flat = weights._reinterpret(weights.dtype, [STAGES * SLOT // BOX, BOX, PANEL], flat_layout)
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    gl.constexpr(0), bias, out, partials, counters, flat, rows, ready, free, row, slot, part, token, num_tokens,
-                    N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
+                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(1), bias, out, partials, counters, flat, rows, ready, free, row, slot, part, token, num_tokens,
-                    N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
+                    gl.constexpr(1), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_copy, (x, weight, weights, rows, ready, free, row, first, token, STEPS, RUN, R, SLOT, BOX, GROUPS, STAGES, IS_PAIRED)),
             ],
             [4, 1],
-            [240, 24],
+            [REGISTERS, COPYING],
         )  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    gl.constexpr(0), bias, out, partials, counters, flat, rows, ready, free, row, slot, part, token, num_tokens,
-                    N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
+                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(1), bias, out, partials, counters, flat, rows, ready, free, row, slot, part, token, num_tokens,
-                    N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
+                    gl.constexpr(1), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(2), bias, out, partials, counters, flat, rows, ready, free, row, slot, part, token, num_tokens,
-                    N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
+                    gl.constexpr(2), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_copy, (x, weight, weights, rows, ready, free, row, first, token, STEPS, RUN, R, SLOT, BOX, GROUPS, STAGES, IS_PAIRED)),
             ],
             [4, 4, 1],
-            [160, 160, 24],
+            [REGISTERS, REGISTERS, COPYING],
         )  # fmt: skip
     else:
         gl.static_assert(GROUPS == 4, "two to four warp groups")
         gl.warp_specialize(
             [
                 (_multiply, (
-                    gl.constexpr(0), bias, out, partials, counters, flat, rows, ready, free, row, slot, part, token, num_tokens,
-                    N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
+                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(1), bias, out, partials, counters, flat, rows, ready, free, row, slot, part, token, num_tokens,
-                    N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
+                    gl.constexpr(1), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(2), bias, out, partials, counters, flat, rows, ready, free, row, slot, part, token, num_tokens,
-                    N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
+                    gl.constexpr(2), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(3), bias, out, partials, counters, flat, rows, ready, free, row, slot, part, token, num_tokens,
-                    N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
+                    gl.constexpr(3), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_copy, (x, weight, weights, rows, ready, free, row, first, token, STEPS, RUN, R, SLOT, BOX, GROUPS, STAGES, IS_PAIRED)),
             ],
             [4, 4, 4, 1],
-            [112, 112, 112, 24],
+            [REGISTERS, REGISTERS, REGISTERS, COPYING],
         )  # fmt: skip
 
 
@@ -367,13 +397,15 @@ _launch = Launcher(mid_batch_kernel)
 
 class MidBatchTiling(NamedTuple):
     """A program's work: `run` rows of the weight, of them `rows` and then the rest, by 64 `groups` of x, over a `split`-th of K,
-    through `stages` buffers of 64 columns of both."""
+    through `stages` buffers of 128 bytes of each row of both. `registers`: of a thread on average, those that copy and the idle ones beside
+    them included; 0: all that a multiprocessor has."""
 
     run: int
     rows: int
     groups: int
     split: int
     stages: int
+    registers: int = 0
 
 
 def even_run(num_rows: int, programs: int) -> int:
@@ -408,29 +440,50 @@ def choose_mid_batch_tiling(
     return _tiling(128, 128, 3, 4, in_features)
 
 
-def _tiling(run: int, most: int, groups: int, split: int, in_features: int) -> MidBatchTiling | None:
+@cache
+def choose_e4m3_tiling(num_tokens: int, out_features: int, in_features: int, is_gated: bool) -> MidBatchTiling | None:
+    """The same for float8_e4m3fn, as measured with 128 rows of Llama-3.1-8B's matrices: see docs/performance/models.md. None:
+    `HopperProduct`, which computes tiles of 128 rows for 65 and more, too."""
+    if not 64 < num_tokens <= 128 or out_features * in_features < LARGE_E4M3_MATRIX:
+        return None
+    if is_gated:
+        run = even_run(out_features, PROGRAMS)
+        if out_features % 16 or triton.cdiv(out_features, run) < MIN_PROGRAMS:
+            return None
+        return _tiling(run, 256, 2, 1, in_features, 1) if run <= 256 else None
+    if in_features < LONG_ROW or not MIN_PROGRAMS <= triton.cdiv(out_features, 64) * 2 <= PROGRAMS:
+        return None
+    tiling = _tiling(64, 64, 2, 2, in_features, 1)
+    return None if tiling is None else tiling._replace(registers=72)
+
+
+def _tiling(
+    run: int, most: int, groups: int, split: int, in_features: int, element_size: int = 2
+) -> MidBatchTiling | None:
     """With the run in one or two equal parts of at most `most` rows, and all of the memory as buffers."""
     rows = run if run <= most else triton.cdiv(run, 64) * 32
-    if rows > most or in_features % (PANEL * split):
+    if rows > most or in_features % (PANEL_BYTES // element_size * split):
         return None
-    stages = min(225_000 // ((triton.next_power_of_2(rows) + groups * GROUP) * PANEL * 2), 8)
+    stages = min(225_000 // ((triton.next_power_of_2(rows) + groups * GROUP) * PANEL_BYTES), 8)
     return MidBatchTiling(run, rows, groups, split, stages)
 
 
 def rows_of(matrix: Tensor, num_rows: int, rows: int) -> TensorDescriptor:
     shape, strides = [num_rows, matrix.shape[1]], [matrix.stride(0), 1]
-    return TensorDescriptor(matrix, shape, strides, [rows, PANEL], gl.NVMMASharedLayout(128, 16, 2))
+    layout = gl.NVMMASharedLayout(PANEL_BYTES, 8 * matrix.element_size(), 2)
+    return TensorDescriptor(matrix, shape, strides, [rows, panel_of(matrix)], layout)
 
 
 def paired_rows_of(matrix: Tensor, num_rows: int, rows: int) -> TensorDescriptor:
     """The same for gate and up, [2 I, K]: eight rows of gate, the same eight of up, and so on."""
     half, num_columns = num_rows // 2, matrix.shape[1]
     shape, strides = [half // 8, 2, 8, num_columns], [8 * num_columns, half * num_columns, num_columns, 1]
-    return TensorDescriptor(matrix, shape, strides, [rows // 16, 2, 8, PANEL], gl.NVMMASharedLayout(128, 16, 4))
+    layout = gl.NVMMASharedLayout(PANEL_BYTES, 8 * matrix.element_size(), 4)
+    return TensorDescriptor(matrix, shape, strides, [rows // 16, 2, 8, panel_of(matrix)], layout)
 
 
 class MidBatchProduct:
-    """`split_k.multiply` with one weight; its contract and roundings, for any number of rows and K a multiple of 64.
+    """`split_k.multiply` with one weight; its contract and roundings, for any number of rows and K a multiple of 64 (of 128 in 8 bits).
 
     On an H200, bf16, in a captured chain over distinct weights of one product, us (cuBLAS with the activation's kernel):
       Qwen3-0.6B    gate and up, 160 rows 8.4 (9.9), 256 rows 8.6 (10.4)
@@ -442,19 +495,38 @@ class MidBatchProduct:
     Rows of x begin at multiples of 16 bytes (`HopperProduct.takes`); with an activation N is a multiple of 16.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str | None, counters: Tensor) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        counters: Tensor,
+        weight_scale: Tensor | None = None,
+    ) -> None:
         self._weight, self._bias, self._activation, self._counters = weight, bias, activation, counters
-        self._alignment = alignment(bias)
+        self._weight_scale, self._alignment = weight_scale, alignment(bias, weight_scale)
         self._described: dict[int, TensorDescriptor] = {}
 
-    def __call__(self, x: Tensor, tiling: MidBatchTiling) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        tiling: MidBatchTiling,
+        *,
+        x_scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x_scale: [T] float32, where the weight has scales too; dtype: of the result, if not that of x."""
         num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
         activation = self._activation
-        run, rows, groups, split, stages = tiling
+        run, rows, groups, split, stages, registers = tiling
+        multiplying, copying = ALL_REGISTERS[groups], 24
+        if registers:
+            copying = 40
+            multiplying = (registers * (groups + 1) - copying) // groups // 8 * 8
         box = run & -run if run == rows else min(rows & -rows, (run - rows) & -(run - rows))
         num_columns = out_features // 2 if activation is not None else out_features
         num_runs, num_blocks = triton.cdiv(out_features, run), triton.cdiv(num_tokens, groups * GROUP)
-        out = empty_rows(num_tokens, num_columns, x)
+        out = empty_rows(num_tokens, num_columns, x, dtype)
         partials = None
         if split > 1:
             shape = (num_runs, num_blocks, groups, split, GROUP, run)
@@ -465,13 +537,19 @@ class MidBatchProduct:
             weight = self._described[box] = describe(self._weight, out_features, box)
         rows_of_x = rows_of(x, rows_in_memory(x, num_blocks * groups * GROUP), GROUP)
         _launch(
-            (x.dtype, x.device, out_features, in_features, activation, self._bias is None, self._alignment, tiling),
+            (
+                x.dtype, out.dtype, x.device, out_features, in_features, activation, self._bias is None, self._alignment,
+                tiling,
+            ),
             (split, num_blocks, num_runs),
-            (rows_of_x, weight, self._bias, out, partials, self._counters, num_tokens),
+            (
+                rows_of_x, weight, self._weight_scale, x_scale, self._bias, out, partials, self._counters, num_tokens,
+            ),
             {
                 "N": out_features, "K": in_features, "ACTIVATION": activation, "RUN": run, "R": rows, "BOX": box,
-                "GROUPS": groups, "STAGES": stages, "SPLIT": split,
+                "GROUPS": groups, "STAGES": stages, "SPLIT": split, "REGISTERS": multiplying,
+                "COPYING": copying,
             },
-            num_warps=4, **launch_options(has_pdl(x.device)),
+            num_warps=4, maxnreg=registers or None, **launch_options(has_pdl(x.device)),
         )  # fmt: skip
         return out
