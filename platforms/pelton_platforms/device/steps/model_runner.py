@@ -61,7 +61,7 @@ class LeftLogits:
 
     output: SchedulerOutput
     slots: Ints  # [R]
-    logits: Tensor  # [R with padding, V]
+    num_rows: int  # with padding
     has_lora: bool
 
 
@@ -246,8 +246,9 @@ class ModelRunner:
             self._settle()
         found = graphs.decode(key, slots, output.block_appends, num_draft, prefix)
         if isinstance(tail, Logits):
-            left = LeftLogits(output, slots, found, has_lora)
+            left = LeftLogits(output, slots, key.num_reqs, has_lora)
             return (self._sample_ahead(left) if has_masks else None) or left
+        assert found is not None
         self.state.host.num_computed_tokens[slots] += num_scheduled
         return self._readback.queue(output, tail, found[:num_rows], np.arange(num_rows), slots)
 
@@ -256,7 +257,8 @@ class ModelRunner:
         plan, tail = plan_step(left.output, self.state.host), Logits()
         columns = self._stage(plan)
         inputs = self._inputs(plan, columns, tail, has_lora=left.has_lora)
-        return Step(left.output, plan, columns, inputs, tail, left.logits[: len(left.slots)])
+        logits = self._program.left_logits(self.buffers.token_index[: len(left.slots)])
+        return Step(left.output, plan, columns, inputs, tail, logits)
 
     def _sample_ahead(self, left: LeftLogits) -> StepOutput | None:
         """Sample behind masks that are still to come, where nothing has to be compiled or captured for it and the device can wait."""
@@ -264,7 +266,7 @@ class ModelRunner:
         if self._stream_wait is None or not isinstance(tail, Sample):
             return None
         assert graphs is not None
-        if not graphs.replays_apart(len(left.logits), tail):
+        if not graphs.replays_apart(left.num_rows, tail):
             return None
         if self._masks_ahead is None:
             self._masks_ahead = make_masks_ahead(self._places(), self._stream_wait)
@@ -283,7 +285,7 @@ class ModelRunner:
     def _sample_left(self, left: LeftLogits, tail: Sample) -> StepOutput:
         slots = left.slots
         assert self.graphs is not None
-        given = self.graphs.sample_apart(len(left.logits), tail)[: len(slots)]
+        given = self.graphs.sample_apart(left.num_rows, tail)[: len(slots)]
         self.state.host.num_computed_tokens[slots] += 1
         return self._readback.queue(left.output, tail, given, np.arange(len(slots)), slots)
 
