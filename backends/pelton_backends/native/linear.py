@@ -70,7 +70,6 @@ class _PlainProduct(Product):
             return found
         return found.view(num_rows, -1, 2, _HALF).transpose(1, 2).reshape(num_rows, -1)
 
-
     def _allowed(self, sampler: Any, slots: Tensor, hidden: Tensor, residual: int | None, rows: int) -> Tensor:
         """Logits, as far as the sampler reads them."""
         output = torch.empty(len(slots), self.num_columns, dtype=self.dtype)

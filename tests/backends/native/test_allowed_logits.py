@@ -30,7 +30,9 @@ def isa(request):
 class Head:
     """A head with `num_columns`, of which the vocabulary may have fewer. Its results begin as numbers that nobody may sample."""
 
-    def __init__(self, num_rows: int, num_columns: int, vocab: int, dtype: torch.dtype, *, is_packed: bool = True) -> None:
+    def __init__(
+        self, num_rows: int, num_columns: int, vocab: int, dtype: torch.dtype, *, is_packed: bool = True
+    ) -> None:
         self.case = case = make_case(num_rows, 64, num_columns, dtype, CPU)
         spec = LinearSpec(in_features=64, out_features=num_columns)
         needs = AddNormLogitsNeeds(
@@ -123,7 +125,7 @@ def test_a_row_that_is_not_finite_is_told_among_others(isa, dtype, dirty):
     state = make_state(4096)
     for slot in range(6):
         add(state, slot, [1, 2, 3], seed=slot, temperature=float(slot % 2))
-    mask = mask_of(state, dict.fromkeys(range(6), [5, 700]))
+    mask = mask_of(state, {slot: [5, 700] for slot in range(6)})
     head = Head(6, 4096, 4096, dtype)
     head.case.hidden[2, 3] = torch.nan
     _, got = sampled(bind(state, NativeSample, mask=mask), head, list(range(6)))

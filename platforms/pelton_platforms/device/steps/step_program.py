@@ -112,7 +112,12 @@ class StepProgram:
         if isinstance(tail, Pool):
             assert inputs.pooled is not None
             return cast("PoolingModel", self.model).pool(hidden, inputs.pooled)
-        if self.keeps_hidden and inputs.is_fixed and isinstance(tail, Logits) and self._keep_hidden(hidden, key.num_reqs):
+        if (
+            self.keeps_hidden
+            and inputs.is_fixed
+            and isinstance(tail, Logits)
+            and self._keep_hidden(hidden, key.num_reqs)
+        ):
             return None
         shares = self.ops.shares if tail == Sample(GREEDY) else None
         with nullcontext() if shares is None or not shares.pay(len(inputs.logit_tokens)) else shares.kept():
@@ -203,9 +208,7 @@ class StepProgram:
         if not parts or any(len(one) != num_rows for one in parts):
             return False
         if self._hidden is None:
-            self._hidden = tree_map_only(
-                Tensor, lambda one: one.new_empty(self.most_left_rows, *one.shape[1:]), hidden
-            )
+            self._hidden = tree_map_only(Tensor, lambda one: one.new_empty(self.most_left_rows, *one.shape[1:]), hidden)
         kept = [one for one in tree_leaves(self._hidden) if isinstance(one, Tensor)]
         for place, one in zip(kept, parts, strict=True):
             place[:num_rows].copy_(one)
