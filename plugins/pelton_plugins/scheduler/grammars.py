@@ -159,7 +159,7 @@ class MaskMaker:
             else:
                 by_filler.setdefault(made[0].filler, []).append(made)
         for filler, rows in by_filler.items():
-            plan = MaskPlan(filler, rows, places, step.output.grammar_rows)
+            plan = MaskPlan(filler, rows, places, step)
             if can_come_again and filler is not None and len(by_filler) == 1:
                 table.mask_plan = plan
             _fill(filler, rows, plan.bare_rows, bitmask, table)
@@ -178,28 +178,22 @@ class Rows(list[Any]):
 
 
 class MaskPlan:
-    """Rows of a step that get their masks from one filler. It holds for the next step where its rows are the same: nearly always. It does
-    not outlive a request of it, whose grammar is to be used again."""
+    """Rows of a step that get their masks from one filler. It holds for the next step where its rows are the same: nearly always. The table
+    drops it when a request of it ends, whose grammar is to be used again, or leaves the running."""
 
-    def __init__(self, filler: MaskFiller | None, rows: list[_Row], places: list[int], grammar_rows: list[int]) -> None:
+    def __init__(self, filler: MaskFiller | None, rows: list[_Row], places: list[int], step: OpenStep) -> None:
         self.filler, self.rows = filler, rows
         self.bare_rows = Rows(row[:3] for row in rows)
-        self._places, self._grammar_rows = places, grammar_rows
+        self._places, self._requests, self._grammar_rows = places, step.requests, step.output.grammar_rows
 
     def holds(self, step: OpenStep, places: list[int]) -> bool:
-        output, requests = step.output, step.requests
-        if output.num_draft or places != self._places or output.grammar_rows != self._grammar_rows:
-            return False
-        step_id = output.step_id
-        for index, (_, _, _, request) in zip(output.grammar_rows, self.rows, strict=True):
-            if (
-                requests[index] is not request
-                or request.status is RequestStatus.FINISHED
-                or step_id <= request.discard_through_step
-                or request.late_masks is not None
-            ):
-                return False
-        return True
+        output = step.output
+        return (
+            not output.num_draft
+            and step.requests == self._requests
+            and output.grammar_rows == self._grammar_rows
+            and places == self._places
+        )
 
 
 def _masked(request: RequestState, place: int, count: int) -> _Row | None:
@@ -260,11 +254,6 @@ def _fill_row(grammar: Grammar, drafts: Sequence[int], masks: Any) -> None:
         if position and grammar.validate(drafts[:position]) < position:
             break
         grammar.fill_bitmask(masks[position].data.cast("B"), drafts[:position])
-
-
-def goes_on(request: RequestState, tokens: list[int]) -> bool:
-    """Take in a token that is no end, where nothing else has to be asked; False, and nothing done, where `advance` has to."""
-    return bool(request.eos_ids) and len(request.token_ids) + 1 >= request.min_tokens and request.grammar.accept(tokens)
 
 
 @cache

@@ -100,6 +100,7 @@ class RequestTable:
 
     def preempt(self, request: RequestState) -> None:
         """Give up blocks and slot; a token in flight is kept when it arrives."""
+        self.mask_plan = None
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             request.events.append(EngineEvent(EventType.PREEMPTED, self._clock()))

@@ -229,7 +229,7 @@ class LateMasks:
         matcher.late = self
 
     def done(self) -> bool:
-        is_done: bool = self._library.pelton_late_is_done(self._handle)
+        is_done: bool = not self._handle or self._library.pelton_late_is_done(self._handle)
         return is_done
 
     def cancel(self) -> bool:
@@ -250,10 +250,9 @@ class LateMasks:
         return masks
 
     def __del__(self) -> None:
-        handle, self._handle = getattr(self, "_handle", 0), 0
+        self.wait()
+        handle, self._handle = self._handle, 0  # its matcher, which is in a cycle with it, may still ask
         if handle:
-            while not self._library.pelton_late_is_done(handle):
-                time.sleep(_POLL_S)
             self._library.pelton_late_let_go(handle)
 
 

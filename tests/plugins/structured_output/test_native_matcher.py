@@ -262,3 +262,18 @@ def test_a_request_that_ends_while_its_mask_is_late_leaves_its_matcher_alone(nat
     assert native.known(constraint) is None, "it was not given back"
     pool.may_go.set()
     assert (job.result() == handle % 2**32 - (2**32 if handle % 2**32 >= 2**31 else 0)).all()
+
+
+def test_masks_that_nobody_takes_are_freed_with_their_matcher(native, monkeypatch):
+    """They are in a cycle, whose finalizers run in any order."""
+    constraint = StructuredOutputsParams(json=json.dumps({"const": "nobody's"}))
+    for _ in range(4):
+        grammar = native.compile(constraint)
+        pool = HeldPool(1, {grammar.matcher.handle})
+        grammar.filler = NativeFiller(pool)
+        late = grammar.filler.fill([(grammar, 0, ())], np.zeros((1, WORDS), dtype="<i4"))
+        assert list(late) == [0]
+        threading.Timer(0.05, pool.may_go.set).start()
+        del grammar, late
+        gc.collect()
+    assert (masks_of([native.compile(constraint)], [[]]) == masks_of([native.compile(constraint)], [[]])).all()
