@@ -24,7 +24,6 @@ class MaskFiller(Protocol):
         that is not allowed stay as they are. Called on the engine core's thread while the device computes. Where it raises, masks are
         made one by one. Returns, by its place in `rows`, a future of the masks [1 + drafts, words] of each that the others did not wait
         for: its request samples when they are there."""
-        ...
 
 
 class Grammar(ABC):

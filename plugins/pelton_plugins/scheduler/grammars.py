@@ -172,7 +172,7 @@ _Row = tuple[Grammar, int, Sequence[int], RequestState]
 
 
 class Rows(list[Any]):
-    """What a filler gets; it may keep a weak reference."""
+    """Rows for a filler, which may keep a weak reference to them."""
 
     __slots__ = ("__weakref__",)
 

@@ -141,7 +141,7 @@ class LLGrammar(Grammar):
             self._compiled.give_back(self.matcher)
 
     def take_pending(self) -> int:
-        """What its matcher has not taken in yet: below 0 there is nothing. It leaves its batch."""
+        """Return what its matcher has not taken in yet: below 0 there is nothing. It leaves its batch."""
         token, self.pending = _STALE if self.pending is None else self.pending, None
         if self.batch is not None:
             token, self.batch.tokens[self.index] = self.batch.tokens[self.index], _STALE
@@ -315,7 +315,7 @@ class NativeFiller:
         self._rows["drafts"] = [drafts.ctypes.data for drafts in self._drafts]
 
     def _late(self, index: int, grammar: LLGrammar, bitmask: Any) -> LateMasks:
-        """What becomes of a row whose masks the others do not wait for: in this step all tokens are allowed."""
+        """Give up a row whose masks the others do not wait for: in this step all tokens are allowed."""
         batch, count = self._batch, 1 + len(self._drafts[index])
         place = batch.places[index]
         bitmask[place : place + count], batch.tokens[index] = -1, _STALE
