@@ -100,6 +100,10 @@ class Kernels:
         self.linear = _typed(
             library.pelton_linear, c_int, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
         )
+        self.allowed_logits = _typed(
+            library.pelton_allowed_logits, c_int, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64,
+            c_void_p,
+        )  # fmt: skip
         self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
         self.moe = _typed(library.pelton_moe, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from pelton.errors import EngineError
 from pelton_backends.native import library
 from pelton_backends.native.linear_ops import HANDLES, AddNormLinearOp, FusedOp, LinearOp, LogitsOp, Product, refusals
+from pelton_backends.native.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,11 +54,31 @@ class _PlainProduct(Product):
         self.op.is_packed = True
         self.is_mixed = order == GATED_PANELS and not self.is_gated
 
-    def result(self, num_rows: int, hidden: Tensor, *addresses: int | None, **more: int | None) -> Tensor:
-        found = super().result(num_rows, hidden, *addresses, **more)
+    def result(
+        self,
+        num_rows: int,
+        hidden: Tensor,
+        residual: int | None = None,
+        residual_out: int | None = None,
+        rows: int | None = None,
+    ) -> Tensor:
+        asked = reader.get() if self.op.is_logits else None
+        if asked is not None and rows is not None and len(asked[1]) == num_rows:
+            return self._allowed(*asked, hidden, residual, rows)
+        found = super().result(num_rows, hidden, residual, residual_out, rows)
         if not self.is_mixed:
             return found
         return found.view(num_rows, -1, 2, _HALF).transpose(1, 2).reshape(num_rows, -1)
+
+    def _allowed(self, sampler: Any, slots: Tensor, hidden: Tensor, residual: int | None, rows: int) -> Tensor:
+        """Logits, as far as the sampler reads them."""
+        output = torch.empty(len(slots), self.num_columns, dtype=self.dtype)
+        failed = library.kernels().allowed_logits(
+            self.struct, sampler, slots.data_ptr(), hidden.data_ptr(), residual, rows, len(slots), output.data_ptr()
+        )
+        if failed:
+            raise EngineError(f"Logits of {len(slots)} rows found no memory. Give the process more memory.")
+        return output
 
 
 class _Plain(FusedOp):

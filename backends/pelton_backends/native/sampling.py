@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p, pointer
 from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from pelton.errors import EngineError
 from pelton.ops.interface import Logprobs, LogprobsNeeds, LogprobsTensors, Sample, SampleNeeds, SampleTensors
 from pelton.sampling.columns import SAMPLING_COLUMNS
 from pelton_backends.native import library
+from pelton_backends.native.reader import reader
 from pelton_backends.native.step import Batch, make_batch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from pelton.sampling.logprobs import LogprobTensors
@@ -39,6 +45,7 @@ class _Sampler(Structure):
         *((column.name, c_void_p) for column in SAMPLING_COLUMNS),
         ("side", POINTER(_SideTables)), ("mask_words", c_void_p), ("has_mask", c_void_p), ("mask_stride", c_int64),
         ("logprob_ids", c_void_p), ("logprobs", c_void_p), ("ranks", c_void_p), ("num_logprobs", c_int64),
+        ("is_partial", c_void_p),
     )  # fmt: skip
 
 
@@ -94,6 +101,10 @@ class _Full:
             num_prompt_tokens=state.num_prompt_tokens.data_ptr(), num_logprobs=needs.num_logprobs,
             **{name: column.data_ptr() for name, column in state.sampling.items()},
         )  # fmt: skip
+        self._is_partial = None  # [slots]
+        if mask is not None and logprobs is None:
+            self._is_partial = torch.zeros(len(mask[1]), dtype=torch.uint8)
+            self._op.is_partial = self._is_partial.data_ptr()
         if mask is not None:
             self._op.mask_words, self._op.mask_stride = mask[0].data_ptr(), mask[0].stride(0)
             self._op.has_mask = mask[1].data_ptr()
@@ -114,6 +125,19 @@ class _Full:
         for name, value in _side_addresses(side).items():
             setattr(tables, name, value)
         self._op.side = pointer(tables)
+
+    @contextmanager
+    def reading(self, slots: Tensor) -> Iterator[None]:
+        """Logits that are computed inside are for the next call of this op with these slots: of a row whose mask allows few tokens
+        there may be theirs alone."""
+        if self._is_partial is None:
+            yield
+            return
+        token = reader.set((self._struct, slots.contiguous()))
+        try:
+            yield
+        finally:
+            reader.reset(token)
 
     def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
         if self._version != self._side.layout_version:

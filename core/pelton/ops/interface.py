@@ -398,7 +398,8 @@ class Sample(Protocol):
         row's output counts take the token; a row with an error advances too.
         Where rows had more than one token scheduled, add the others to `num_computed_tokens` first.
         Optional: an attribute `skips_unused = True` of the callable, when a filter or table costs only the rows that use it. A
-        CPU's steps then end in this op whatever their rows ask for.
+        CPU's steps then end in this op whatever their rows ask for. Optional: `reading(slots)`, a context in which the logits of its next
+        call are computed: those of rows whose mask allows few tokens may be left out but for these.
         """
         ...
 

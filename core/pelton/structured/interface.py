@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 class MaskFiller(Protocol):
     """Makes the masks of many grammars in one native call."""
 
-    def fill(self, rows: Sequence[tuple[Any, int, Sequence[int]]], bitmask: Any) -> None:
-        """rows: grammars of this filler, each with the place of its first mask, and its draft tokens. bitmask: [masks, ceil(vocab / 32)]
-        int32, contiguous. Mask `place + i` becomes what may follow `drafts[:i]`; those behind a draft that is not allowed stay as they
-        are. Called on the engine core's thread while the device computes. Where it raises, masks are made one by one."""
-        ...
+    def fill(self, rows: Sequence[tuple[Any, int, Sequence[int]]], bitmask: Any) -> Mapping[int, Any] | None:
+        """rows: grammars of this filler, each with the place of its first mask, and its draft tokens; the same list comes again for the
+        same rows. bitmask: [masks, ceil(vocab / 32)] int32. Mask `place + i` becomes what may follow `drafts[:i]`; those behind a draft
+        that is not allowed stay as they are. Called on the engine core's thread while the device computes. Where it raises, masks are
+        made one by one. Returns, by its place in `rows`, a future of the masks [1 + drafts, words] of each that the others did not wait
+        for: its request samples when they are there."""
 
 
 class Grammar(ABC):

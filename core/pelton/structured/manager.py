@@ -17,11 +17,9 @@ class GrammarSource(Protocol):
 
     def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
         """Begin to compile; returns at once. The future raises `RequestError` for a constraint that is not valid."""
-        ...
 
     def take_compile_times(self) -> list[float]:
         """Seconds of each grammar compiled since the last call."""
-        ...
 
 
 class GrammarManager:

@@ -41,11 +41,11 @@ class AfterReasoning(Grammar):
         self.grammar = grammar
         self._end = list(end)
         self._tail: list[int] = []  # of the tokens so far, as many as may begin the end
-        self._is_over = _find(self._end, list(prompt[-len(self._end) - _NEAR_TOKENS :])) >= 0
+        self.is_over = _find(self._end, list(prompt[-len(self._end) - _NEAR_TOKENS :])) >= 0
 
     def begins_after(self, token_ids: Sequence[int]) -> int:
         """How many of the tokens that follow belong to the reasoning and its end; -1: all, and it does not end with them."""
-        if self._is_over:
+        if self.is_over:
             return 0
         found = _find(self._end, [*self._tail, *token_ids])
         return -1 if found < 0 else found - len(self._tail)
@@ -55,7 +55,7 @@ class AfterReasoning(Grammar):
         if count < 0:
             self._tail = [*self._tail, *token_ids][-len(self._end) :][-len(self._end) + 1 or len(self._end) :]
             return True
-        self._is_over = True
+        self.is_over = True
         return count == len(token_ids) or self.grammar.accept(token_ids[count:])
 
     def validate(self, token_ids: Sequence[int]) -> int:
@@ -70,7 +70,7 @@ class AfterReasoning(Grammar):
             self.grammar.fill_bitmask(row, draft_token_ids[count:])
 
     def is_terminated(self) -> bool:
-        return self._is_over and self.grammar.is_terminated()
+        return self.is_over and self.grammar.is_terminated()
 
 
 def _find(part: list[int], tokens: list[int]) -> int:
@@ -87,6 +87,7 @@ def is_compiled(request: RequestState) -> bool:
         grammar = request.grammar_job.result()
         request.grammar_job = None
         if request.grammar is not None:  # a mask that was late: it is there
+            request.late_masks = grammar
             return True
         constraint = request.request.sampling_params.structured_outputs
         if constraint is not None and isinstance(constraint.reasoning_end, list):
@@ -132,28 +133,67 @@ class MaskMaker:
         return found[:count]
 
     def _fill(self, step: OpenStep, table: RequestTable, places: list[int], num_masks: list[int], bitmask: Any) -> None:
-        by_filler, apart = dict[MaskFiller | None, list[_Row]](), list[tuple[_Row, Future[Any]]]()
         started, step_id, requests = time.perf_counter(), step.output.step_id, step.requests
+        known = None if table is None else table.mask_plan
+        if known is not None:
+            if known.holds(step, places):
+                _fill(known.filler, known.rows, known.bare_rows, bitmask, table)
+                return
+            table.mask_plan = None
+        by_filler, apart = dict[MaskFiller | None, list[_Row]](), list[tuple[_Row, Future[Any]]]()
+        can_come_again = not step.output.num_draft
         for row, place, count in zip(step.output.grammar_rows, places, num_masks, strict=True):
             request = requests[row]
             is_seen = not request.is_finished and step_id > request.discard_through_step
             made = _masked(request, place, count) if is_seen else None
+            can_come_again = can_come_again and made is not None and _is_over(request.grammar)
             if (
                 made is None or count > 1 or made[0].is_slow
             ):  # all tokens are allowed where nobody looks at what is sampled
                 bitmask[place : place + count] = _ANY
-            if made is not None and made[0].is_slow:
+            if made is None or _takes_late_mask(request, place, count, bitmask):
+                can_come_again = False
+            elif made[0].is_slow:
+                can_come_again = False
                 apart.append((made, _threads().submit(_make_apart, *made[:3:2], bitmask.shape[1])))
-            elif made is not None:
+            else:
                 by_filler.setdefault(made[0].filler, []).append(made)
         for filler, rows in by_filler.items():
-            _fill(filler, rows, bitmask, table)
+            plan = MaskPlan(filler, rows, places, step)
+            if can_come_again and filler is not None and len(by_filler) == 1:
+                table.mask_plan = plan
+            _fill(filler, rows, plan.bare_rows, bitmask, table)
         for masked, job in apart:
             _take_apart(masked, job, bitmask, table, started + _LATE_S)
 
 
 _Row = tuple[Grammar, int, Sequence[int], RequestState]
 """A grammar, the place of its first mask, the drafts behind it, whose it is."""
+
+
+class Rows(list[Any]):
+    """Rows for a filler, which may keep a weak reference to them."""
+
+    __slots__ = ("__weakref__",)
+
+
+class MaskPlan:
+    """Rows of a step that get their masks from one filler. It holds for the next step where its rows are the same: nearly always. The table
+    drops it when a request of it ends, whose grammar is to be used again, or leaves the running."""
+
+    def __init__(self, filler: MaskFiller | None, rows: list[_Row], places: list[int], step: OpenStep) -> None:
+        self.filler, self.rows = filler, rows
+        self.bare_rows = Rows(row[:3] for row in rows)
+        self._places, self._requests, self._grammar_rows = places, step.requests, step.output.grammar_rows
+
+    def holds(self, step: OpenStep, places: list[int]) -> bool:
+        output = step.output
+        return (
+            not output.num_draft
+            and step.requests == self._requests
+            and output.grammar_rows == self._grammar_rows
+            and places == self._places
+        )
 
 
 def _masked(request: RequestState, place: int, count: int) -> _Row | None:
@@ -165,20 +205,48 @@ def _masked(request: RequestState, place: int, count: int) -> _Row | None:
     return None if skipped < 0 else (grammar.grammar, place + skipped, drafts[skipped:], request)
 
 
-def _fill(filler: MaskFiller | None, rows: list[_Row], bitmask: Any, table: RequestTable) -> None:
+def _is_over(grammar: Grammar) -> bool:
+    """Return whether the grammar's masks are its own from now on."""
+    return not isinstance(grammar, AfterReasoning) or grammar.is_over
+
+
+def _takes_late_mask(request: RequestState, place: int, count: int, bitmask: Any) -> bool:
+    """Enter the mask that was late, where it is of the request's state."""
+    masks, request.late_masks = request.late_masks, None
+    if masks is None or count + len(masks) > 2 or request.late_mask_at != len(request.token_ids):
+        return False
+    if not _is_over(request.grammar):  # it may be that behind drafts that end the reasoning
+        return False
+    bitmask[place] = masks[0]
+    return True
+
+
+def _fill(
+    filler: MaskFiller | None,
+    rows: list[_Row],
+    bare_rows: Sequence[tuple[Grammar, int, Sequence[int]]],
+    bitmask: Any,
+    table: RequestTable,
+) -> None:
     if filler is not None:
         try:
-            filler.fill([row[:3] for row in rows], bitmask)
-            return
+            late = filler.fill(bare_rows, bitmask)
         except Exception:  # of one of them: whose it is, the others' masks are not to suffer
             pass
+        else:
+            for index, job in late.items() if late else ():
+                _leave_behind(rows[index], job, bitmask, table)
+            return
     for grammar, place, drafts, request in rows:
-        masks = bitmask[place : place + len(drafts) + 1]
+        masks, started = bitmask[place : place + len(drafts) + 1], time.thread_time()
         try:
             _fill_row(grammar, drafts, masks)
         except Exception as error:
             masks.fill(_ANY)
             table.fail(request, error, "making the grammar mask of")
+        else:
+            if filler is None and time.thread_time() - started > _LATE_S:
+                grammar.is_slow = True  # from now on on a thread
 
 
 def _fill_row(grammar: Grammar, drafts: Sequence[int], masks: Any) -> None:
@@ -186,11 +254,6 @@ def _fill_row(grammar: Grammar, drafts: Sequence[int], masks: Any) -> None:
         if position and grammar.validate(drafts[:position]) < position:
             break
         grammar.fill_bitmask(masks[position].data.cast("B"), drafts[:position])
-
-
-def goes_on(request: RequestState, tokens: list[int]) -> bool:
-    """Take in a token that is no end, where nothing else has to be asked; False, and nothing done, where `advance` has to."""
-    return bool(request.eos_ids) and len(request.token_ids) + 1 >= request.min_tokens and request.grammar.accept(tokens)
 
 
 @cache
@@ -208,21 +271,31 @@ def _make_apart(grammar: Grammar, drafts: Sequence[int], num_words: int) -> Any:
 
 
 def _take_apart(row: _Row, job: Future[Any], bitmask: Any, table: RequestTable, deadline: float) -> None:
-    """Enter masks that are made apart. Where they are late, what open steps sample is discarded and it leaves the running: it
-    comes back, with its blocks from the prefix cache, when they are there. The second time it is waited for."""
+    """Enter masks that are made apart, which may be late."""
+    _, place, drafts, request = row
+    try:
+        bitmask[place : place + 1 + len(drafts)] = job.result(max(deadline - time.perf_counter(), 0.0))
+    except FutureTimeoutError:
+        _leave_behind(row, job, bitmask, table)
+    except Exception as error:
+        table.fail(request, error, "making the grammar mask of")
+
+
+def _leave_behind(row: _Row, job: Any, bitmask: Any, table: RequestTable) -> None:
+    """Go on without a row whose masks are late. What open steps sample for it is discarded and it leaves the running: it comes back, with
+    its blocks from the prefix cache, when they are there. Where it would have to compute too much again, they are waited for.
+
+    job: like a future; its result are the masks [1 + drafts, words]."""
     _, place, drafts, request = row
     is_cached = len(request.block_hashes) > 0 or len(request.token_ids) < _SHORT_TOKENS
-    may_be_late = (
-        request.status is RequestStatus.RUNNING and request.late_mask_at != len(request.token_ids) and is_cached
-    )
-    try:
-        timeout_s = max(deadline - time.perf_counter(), 0.0) if may_be_late else None
-        bitmask[place : place + 1 + len(drafts)] = job.result(timeout_s)
-    except FutureTimeoutError:
+    if request.status is RequestStatus.RUNNING and is_cached:
         request.late_mask_at = len(request.token_ids)
         request.grammar_job = job
         request.discard_through_step = request.last_step_id
         table.preempt(request)
+        return
+    try:
+        bitmask[place : place + 1 + len(drafts)] = job.result()
     except Exception as error:
         table.fail(request, error, "making the grammar mask of")
 

@@ -43,6 +43,7 @@ class RequestState:
         "kv_transfer_params",
         "last_step_id",
         "late_mask_at",
+        "late_masks",
         "max_total_tokens",
         "min_tokens",
         "next_event_len",
@@ -131,6 +132,7 @@ class RequestState:
         self.grammar: Any = None  # a `structured.interface.Grammar` once compiled
         self.grammar_job: Any = None  # the future that compiles it, or makes a mask that is late
         self.late_mask_at = -1  # known tokens when its mask was late last
+        self.late_masks: Any = None  # that mask, [1 + drafts, words], until a step takes it
         self.connector_tokens = 0  # arriving from a KV connector
         self.is_remote_ready = False
         self.restarts = False  # what it receives is of no use any more

@@ -9,6 +9,7 @@ import logging
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pelton.errors import EngineError, ErrorInfo, PeltonError
 from pelton.messages.outputs import EngineEvent, EngineOutput, EventType, FinishReason
@@ -21,6 +22,9 @@ from pelton_plugins.scheduler.kv_transfers import KVTransfers
 from pelton_plugins.scheduler.queue import RequestQueue
 from pelton_plugins.scheduler.request import RequestState
 from pelton_plugins.scheduler.tenant_queue import TenantQueue
+
+if TYPE_CHECKING:
+    from pelton_plugins.scheduler.grammars import MaskPlan
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class RequestTable:
         self.num_queued_reqs = 0  # waiting and never scheduled
         self.num_queued_tokens = 0
         self.num_grammars = 0
+        self.mask_plan: MaskPlan | None = None
         self.outputs: list[EngineOutput] = []  # of requests that ended outside a step's result
         self.stats = SchedulerStats()
         self._policy = policy
@@ -95,6 +100,7 @@ class RequestTable:
 
     def preempt(self, request: RequestState) -> None:
         """Give up blocks and slot; a token in flight is kept when it arrives."""
+        self.mask_plan = None
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             request.events.append(EngineEvent(EventType.PREEMPTED, self._clock()))
@@ -133,6 +139,7 @@ class RequestTable:
             self.num_queued_tokens -= request.num_prompt_tokens
         if request.request.sampling_params.structured_outputs is not None:
             self.num_grammars -= 1
+            self.mask_plan = None
             if request.grammar_job is not None:
                 request.grammar_job.cancel()
         del self.requests[request.request_id]

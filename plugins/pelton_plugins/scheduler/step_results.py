@@ -83,20 +83,23 @@ class StepResults:
         are full are left to `cache_filled`: the next masks come first."""
         logprobs, tell = result.logprobs, step.outputs.append
         for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
-            known = request.token_ids
+            known, grammar = request.token_ids, request.grammar
             if (
                 is_plain
                 and len(tokens) == 1
                 and tokens[0] not in request.stop_ids
                 and (
-                    len(known) < request.next_event_len
-                    or (request.next_event_len > 0 and len(known) + 1 < request.max_total_tokens)
+                    (num_known := len(known)) < request.next_event_len
+                    or (request.next_event_len > 0 and num_known + 1 < request.max_total_tokens)
                 )
                 and row not in logprobs
-                and (request.grammar is None or self._goes_on(request, tokens))
+                and (
+                    grammar is None
+                    or (request.eos_ids and num_known + 1 >= request.min_tokens and self._accepts(request, tokens))
+                )
             ):
                 known.append(tokens[0])
-                if len(known) > request.next_event_len:
+                if num_known + 1 > request.next_event_len:
                     self.filled.append(request)
                 tell(EngineOutput(request.request_id, tokens))
             else:
@@ -109,13 +112,14 @@ class StepResults:
             if request.status is RequestStatus.RUNNING:
                 self.cache_and_plan(request, is_plain=True)
 
-    def _goes_on(self, request: RequestState, tokens: list[int]) -> bool:
-        """As `grammars.goes_on`; a request whose grammar fails ends alone."""
+    def _accepts(self, request: RequestState, tokens: list[int]) -> bool:
+        """Take in a token that is no end; a request whose grammar fails ends alone, and is settled as one that is over."""
         try:
-            return grammars.goes_on(request, tokens)
+            is_allowed: bool = request.grammar.accept(tokens)
+            return is_allowed
         except Exception as error:
             self._table.fail(request, error, "advancing the grammar of")
-            return False  # it is settled as one that is over
+            return False
 
     def _settle(
         self, step: OpenStep, result: ModelOutput, row: int, request: RequestState, errors: dict[int, str]

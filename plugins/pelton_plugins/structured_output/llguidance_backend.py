@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from pelton_plugins.structured_output.json_schema import find_blamed
 from pelton_plugins.structured_output.native_matcher import (
     ROW,
     CannotUseError,
+    LateMasks,
     MaskPool,
     NativeMatcher,
     NativeTokenizer,
@@ -68,6 +70,27 @@ _LIMITS: dict[str, int] = {
 logger = get_logger(__name__)
 
 
+class Batch:
+    """Grammars whose masks are made together, time and again."""
+
+    def __init__(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]]) -> None:
+        self.places = [row[1] for row in rows]
+        self.tokens = [row[0].take_pending() for row in rows]
+        """What each has accepted and its matcher takes in with the next masks; or one of the below."""
+        self.words: Any = None  # [masks, words], the last that were made
+        for index, (grammar, _, _) in enumerate(rows):  # which are not kept: they end with their requests
+            grammar.batch, grammar.index = self, index
+
+    def begin(self, bitmask: Any) -> list[int]:
+        """Return what the matchers are to take in, before their masks are made there."""
+        tokens, self.tokens, self.words = self.tokens, [_FRESH] * len(self.places), memoryview(bitmask)
+        return tokens
+
+
+_FRESH, _STALE = -1, -2
+"""Its mask is of the matcher's state; the matcher has moved on since."""
+
+
 class LLGrammar(Grammar):
     """State of one request. A token that its last mask allowed is taken in with the next native call."""
 
@@ -77,19 +100,23 @@ class LLGrammar(Grammar):
         self.matcher = matcher
         self._compiled = compiled
         self.filler: BatchFiller | NativeFiller = filler
-        self.pending: int | None = None
-        self.masks: Any = None  # the last one made, of the state before `pending`, and others: int32 words
-        self.place = 0  # of its own among them
+        self.pending: int | None = None  # while it is in no batch
+        self.batch: Batch | None = None
+        self.index = 0  # in the batch
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        if len(token_ids) == 1 and self.masks is not None:
-            token, masks, self.masks = token_ids[0], self.masks, None
-            if not 0 <= token < 32 * masks.shape[1] or not int(masks[self.place, token >> 5]) >> (token & 31) & 1:
+        batch = self.batch
+        if batch is not None and len(token_ids) == 1 and batch.tokens[self.index] == _FRESH:
+            token, words = token_ids[0], batch.words
+            if (
+                not 0 <= token < 32 * words.shape[1]
+                or not words[batch.places[self.index], token >> 5] >> (token & 31) & 1
+            ):
+                batch.tokens[self.index] = _STALE
                 return False
-            self.pending = token
+            batch.tokens[self.index] = token
             return True
         self.flush()
-        self.masks = None
         taken: int = self.matcher.try_consume_tokens(list(token_ids))
         return taken == len(token_ids)
 
@@ -113,12 +140,24 @@ class LLGrammar(Grammar):
         if self._compiled is not None:
             self._compiled.give_back(self.matcher)
 
+    def take_pending(self) -> int:
+        """Return what its matcher has not taken in yet: below 0 there is nothing. It leaves its batch."""
+        token, self.pending = _STALE if self.pending is None else self.pending, None
+        if self.batch is not None:
+            token, self.batch.tokens[self.index] = self.batch.tokens[self.index], _STALE
+            self.batch = None
+        return token
+
     def flush(self) -> None:
         """Take in what waits."""
-        if self.pending is not None:
-            token, self.pending = self.pending, None
-            if not self.matcher.consume_token(token):
-                self.check()
+        late = getattr(self.matcher, "late", None)
+        if late is not None:
+            late.wait()
+        token, self.pending = -1 if self.pending is None else self.pending, None
+        if self.batch is not None:
+            token, self.batch.tokens[self.index] = self.batch.tokens[self.index], _STALE
+        if token >= 0 and not self.matcher.consume_token(token):
+            self.check()
 
     def check(self) -> None:
         if self.matcher.is_error():
@@ -160,7 +199,7 @@ class Compiled:
 
     def give_back(self, matcher: Any) -> None:
         """Take the matcher of a request that ended. On any thread."""
-        if not self._takes_back or matcher.num_uses >= _MOST_USES or len(self._idle) >= _MOST_IDLE:
+        if not self._takes_back or matcher.is_busy or matcher.num_uses >= _MOST_USES or len(self._idle) >= _MOST_IDLE:
             return
         matcher = matcher.moved()
         if matcher is None or not matcher.reset():
@@ -193,20 +232,15 @@ class BatchFiller:
             grammar.matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.strides[0])
 
     def fill(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
+        batch = Batch(rows)
+        tokens = batch.begin(bitmask)
         if self.executor is None:
-            self._fill_here(rows, bitmask)
+            self._fill_here(rows, tokens, bitmask)
             return
-        pending, plain, drafted = [], [], []
-        for grammar, place, drafts in rows:
-            matcher = grammar.matcher
-            if grammar.pending is not None:
-                pending.append((matcher, grammar.pending))
-                grammar.pending = None
-            grammar.masks, grammar.place = bitmask, place
-            if drafts:
-                drafted.append((matcher, place, list(drafts)))
-            else:
-                plain.append((matcher, place))
+        matchers = [grammar.matcher for grammar, _, _ in rows]
+        pending = [(matcher, token) for matcher, token in zip(matchers, tokens, strict=True) if token >= 0]
+        plain = [(grammar.matcher, place) for grammar, place, drafts in rows if not drafts]
+        drafted = [(grammar.matcher, place, list(drafts)) for grammar, place, drafts in rows if drafts]
         address, size, count = bitmask.ctypes.data, bitmask.strides[0], len(bitmask)
         if pending:
             self.executor.consume_token_par(pending)
@@ -218,14 +252,14 @@ class BatchFiller:
             if grammar.matcher.is_error():
                 grammar.check()
 
-    def _fill_here(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
+    def _fill_here(
+        self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], tokens: Sequence[int], bitmask: Any
+    ) -> None:
         address, size = bitmask.ctypes.data, bitmask.strides[0]
-        for grammar, place, drafts in rows:
-            matcher, token = grammar.matcher, grammar.pending
-            if token is not None:
-                grammar.pending = None
+        for (grammar, place, drafts), token in zip(rows, tokens, strict=True):
+            matcher = grammar.matcher
+            if token >= 0:
                 matcher.consume_token(token)
-            grammar.masks, grammar.place = bitmask, place
             if drafts:
                 matcher.unsafe_compute_mask_ptr_with_draft_token(address + size * place, size, list(drafts))
             else:
@@ -239,32 +273,53 @@ class NativeFiller:
 
     def __init__(self, pool: MaskPool) -> None:
         self._pool = pool
+        self._batch = Batch(())
+        self._last: Callable[[], Any] = lambda: None  # the rows of the batch, while there are
         self._handles: list[int] = []
         self._rows = np.zeros(0, dtype=ROW)  # of these matchers
+        self._places = np.zeros(0, dtype=np.int64)
+        self._drafts: list[Any] = []  # the rows have their addresses
 
     def fill_alone(self, grammar: LLGrammar, masks: Any, drafts: list[int]) -> None:
         """Make the masks of one row, on any thread."""
         grammar.flush()
         self._pool.fill_alone(grammar.matcher.handle, masks, np.asarray(drafts, dtype=np.uint32))
 
-    def fill(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> None:
-        grammars = [row[0] for row in rows]
-        handles = [grammar.matcher.handle for grammar in grammars]
-        if handles != self._handles:
+    def fill(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]], bitmask: Any) -> dict[int, LateMasks]:
+        if rows is not self._last():
+            self._enter(rows)
+        batch, table, stride = self._batch, self._rows, bitmask.strides[0]
+        table["masks"] = bitmask.ctypes.data + stride * self._places
+        table["token"] = batch.begin(bitmask)
+        num_failed = self._pool.fill(table, 4 * bitmask.shape[1], stride)
+        late = {index: self._late(index, rows[index][0], bitmask) for index in table["late"].nonzero()[0].tolist()}
+        if num_failed:
+            for index in table["failed"].nonzero()[0].tolist():
+                rows[index][0].check()
+        return late
+
+    def _enter(self, rows: Sequence[tuple[LLGrammar, int, Sequence[int]]]) -> None:
+        """Other rows than those of the last call."""
+        self._batch = batch = Batch(rows)
+        try:
+            self._last = weakref.ref(rows)
+        except TypeError:  # a plain list
+            self._last = lambda: None
+        self._places = np.asarray(batch.places, dtype=np.int64)
+        self._drafts = [np.asarray(row[2], dtype=np.uint32) for row in rows]
+        handles = [grammar.matcher.handle for grammar, _, _ in rows]
+        if handles != self._handles:  # else what their masks cost stays known
             self._handles, self._rows = handles, np.zeros(len(rows), dtype=ROW)
             self._rows["matcher"] = handles
-        table, stride, kept = self._rows, bitmask.strides[0], []
-        table["masks"] = bitmask.ctypes.data + stride * np.fromiter((row[1] for row in rows), np.int64, len(rows))
-        table["token"] = [-1 if grammar.pending is None else grammar.pending for grammar in grammars]
-        table["num_drafts"] = 0
-        for index, (grammar, place, drafts) in enumerate(rows):
-            grammar.pending, grammar.masks, grammar.place = None, bitmask, place
-            if drafts:
-                kept.append(np.asarray(drafts, dtype=np.uint32))
-                table["drafts"][index], table["num_drafts"][index] = kept[-1].ctypes.data, len(drafts)
-        if self._pool.fill(table, 4 * bitmask.shape[1], stride):
-            for index in np.flatnonzero(table["failed"]).tolist():
-                grammars[index].check()
+        self._rows["num_drafts"] = [len(drafts) for drafts in self._drafts]
+        self._rows["drafts"] = [drafts.ctypes.data for drafts in self._drafts]
+
+    def _late(self, index: int, grammar: LLGrammar, bitmask: Any) -> LateMasks:
+        """Give up a row whose masks the others do not wait for: in this step all tokens are allowed."""
+        batch, count = self._batch, 1 + len(self._drafts[index])
+        place = batch.places[index]
+        bitmask[place : place + count], batch.tokens[index] = -1, _STALE
+        return LateMasks(int(self._rows["late"][index]), grammar.matcher, (count, bitmask.shape[1]))
 
 
 class LLGuidanceBackend(StructuredOutputBackend):

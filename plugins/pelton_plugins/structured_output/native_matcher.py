@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from pelton.errors import EngineError
 from pelton.logging import get_logger
 from pelton.utils.cache_folder import cache_folder
 from pelton_plugins.structured_output.vocabulary import Vocabulary
@@ -33,6 +35,9 @@ _FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-pthread")
 _SPECIAL = b"\xff"
 """Before the text of a token that stands for no text."""
 _ERROR_BYTES = 1024
+_LATE_S, _LATE_CPU_S = 20e-3, 2e-3
+"""A mask that takes longer, or more of its thread's own time, is late: the others go on. A thread that waits for a core is not."""
+_POLL_S = 50e-6
 _PROBE = 'start: "ab" /[0-9]+/ | "<" /[a-z]{2}/'
 ROW = np.dtype(
     [
@@ -43,6 +48,7 @@ ROW = np.dtype(
         ("num_drafts", "i4"),
         ("failed", "i4"),
         ("cost_ns", "i8"),
+        ("late", "u8"),
     ]
 )
 """`row_t` of the C file."""
@@ -139,15 +145,22 @@ class NativeTokenizer:
 class NativeMatcher:
     """With the names of llguidance's own `LLMatcher`."""
 
-    __slots__ = ("_library", "_tokenizer", "handle", "num_uses")
+    __slots__ = ("_library", "_tokenizer", "handle", "late", "num_uses")
 
     def __init__(self, tokenizer: NativeTokenizer, handle: int) -> None:
         self._tokenizer = tokenizer  # it may not be freed before
         self._library = tokenizer.library
         self.handle = handle
         self.num_uses = 0  # requests that it, or what it is a copy of, has served
+        self.late: LateMasks | None = None  # a thread is at work on it
+
+    @property
+    def is_busy(self) -> bool:
+        return self.late is not None and not self.late.done()
 
     def __del__(self) -> None:
+        if self.late is not None:
+            self.late.wait()
         handle, self.handle = self.handle, 0
         if handle:
             self._library.llg_free_matcher(handle)
@@ -207,29 +220,70 @@ class NativeMatcher:
         return max(int(self._library.llg_matcher_validate_tokens(self.handle, given.ctypes.data, len(given))), 0)
 
 
+class LateMasks:
+    """Masks of one row that are made on while the others are used. With the names of a future."""
+
+    def __init__(self, handle: int, matcher: NativeMatcher, shape: tuple[int, int]) -> None:
+        self._library, self._handle, self._shape = _pool(), handle, shape
+        self._matcher = matcher
+        matcher.late = self
+
+    def done(self) -> bool:
+        is_done: bool = not self._handle or self._library.pelton_late_is_done(self._handle)
+        return is_done
+
+    def cancel(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        while not self.done():
+            time.sleep(_POLL_S)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """[1 + drafts, words]"""
+        self.wait()
+        masks = np.full(self._shape, -1, dtype="<i4")
+        failed = self._library.pelton_late_take(self._handle, masks.ctypes.data, 4 * self._shape[1])
+        self._matcher.late = None
+        if failed:
+            raise EngineError(f"llguidance: {self._matcher.get_error().strip().splitlines()[0][:600]}")
+        return masks
+
+    def __del__(self) -> None:
+        self.wait()
+        handle, self._handle = self._handle, 0  # its matcher, which is in a cycle with it, may still ask
+        if handle:
+            self._library.pelton_late_let_go(handle)
+
+
 class MaskPool:
-    """Threads that make masks; the caller's is one of them. Used by one thread at a time."""
+    """Threads that make masks. Used by one thread at a time, which waits for them: it may not be held up itself."""
 
     def __init__(self, num_threads: int, spin_s: float = 0.0) -> None:
         """spin_s: how long a thread looks for the next masks before it sleeps: to wake takes as long as its part of them."""
-        guidance, self._library = _guidance(), _pool()
-        functions = ("consume_token", "compute_mask_into", "rollback", "is_stopped")
-        addresses = [ctypes.cast(getattr(guidance, f"llg_matcher_{name}"), _POINTER).value for name in functions]
-        self._handle = self._library.pelton_mask_pool(num_threads, int(1e9 * spin_s), *addresses)
+        guidance = _guidance()
+        names = ("consume_token", "compute_mask_into", "rollback", "is_stopped")
+        functions = [ctypes.cast(getattr(guidance, f"llg_matcher_{name}"), _POINTER).value for name in names]
+        self._open(num_threads, spin_s, functions)
+
+    def _open(self, num_threads: int, spin_s: float, functions: Sequence[int | None]) -> None:
+        self._library = _pool()
+        times = [int(1e9 * seconds) for seconds in (spin_s, _LATE_S, _LATE_CPU_S)]
+        self._handle = self._library.pelton_mask_pool(num_threads, *times, *functions)
         if not self._handle:
             raise CannotUseError("no memory is left for threads that make masks")
 
     def fill(self, rows: Any, num_bytes: int, stride: int) -> int:
-        """rows: of `ROW`. Returns how many failed."""
+        """rows: of `ROW`. Returns how many failed. A row with `late` has no masks; whoever makes `LateMasks` of that gets them."""
         failed: int = self._library.pelton_mask_pool_fill(self._handle, rows.ctypes.data, len(rows), num_bytes, stride)
         if failed < 0:
-            raise MemoryError("no memory is left to put rows in order")
+            raise MemoryError("no memory is left to make masks")
         return failed
 
     def fill_alone(self, matcher: int, masks: Any, drafts: Any) -> None:
         """Make the masks of one matcher on the caller's thread; any may. masks: [1 + drafts, words]. The matcher says what failed."""
         row = np.zeros(1, dtype=ROW)
-        row[0] = (matcher, masks.ctypes.data, drafts.ctypes.data, -1, len(drafts), 0, 0)
+        row[0] = (matcher, masks.ctypes.data, drafts.ctypes.data, -1, len(drafts), 0, 0, 0)
         self._library.pelton_mask_row(self._handle, row.ctypes.data, masks.shape[1] * 4, masks.strides[0])
 
     def __del__(self) -> None:
@@ -282,10 +336,13 @@ def _pool() -> Any:
     library = ctypes.CDLL(str(_build()))
     library.pelton_mask_pool.restype, library.pelton_mask_pool.argtypes = (
         _POINTER,
-        [_INT, ctypes.c_uint64, *[_POINTER] * 4],
+        [_INT, *[ctypes.c_uint64] * 3, *[_POINTER] * 4],
     )
     library.pelton_mask_pool_fill.argtypes = [_POINTER, _POINTER, _INT, _SIZE, _SIZE]
     library.pelton_mask_row.restype, library.pelton_mask_row.argtypes = None, [_POINTER, _POINTER, _SIZE, _SIZE]
+    library.pelton_late_is_done.restype, library.pelton_late_is_done.argtypes = _BOOL, [_POINTER]
+    library.pelton_late_take.argtypes = [_POINTER, _POINTER, _SIZE]
+    library.pelton_late_let_go.restype, library.pelton_late_let_go.argtypes = None, [_POINTER]
     library.pelton_mask_pool_close.restype, library.pelton_mask_pool_close.argtypes = None, [_POINTER]
     return library
 

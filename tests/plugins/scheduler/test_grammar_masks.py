@@ -14,6 +14,7 @@ from pelton_plugins.scheduler.grammars import AfterReasoning, MaskMaker
 def test_a_request_that_needs_no_mask_any_more_has_one_that_allows_all(is_finished, through):
     gone = SimpleNamespace(is_finished=is_finished, discard_through_step=through, grammar=None, drafts=[])
     there = SimpleNamespace(is_finished=False, discard_through_step=2, grammar=FakeGrammar(1, 40, (0,)), drafts=[])
+    there.late_masks = None
     output = SimpleNamespace(grammar_rows=[0, 1], num_draft=None, step_id=3, slots=[5, 2])
     masks = MaskMaker(40).make(SimpleNamespace(output=output, requests=[gone, there]), None)
     assert (masks.step_id, masks.num_masks, len(masks.bitmask)) == (3, [1, 1], 16)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import msgspec
+import numpy as np
 import pytest
 
 from pelton.config import EngineConfig
@@ -15,6 +18,7 @@ from pelton.testing.fake_executor import FakeExecutor
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarBackend
 from pelton.testing.fake_model import fake_resolved_model
 from pelton.testing.scheduler import make_request
+from pelton_plugins.scheduler import grammars
 
 MADE: list[SlowGrammar] = []
 
@@ -36,9 +40,41 @@ class SlowGrammar(FakeGrammar):
         super().fill_bitmask(row, draft_token_ids)
 
 
+class Filler:
+    """Makes masks on a thread each, and goes on without those that take long."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(4)
+
+    def fill(self, rows, bitmask):
+        late = {}
+        for index, (grammar, place, drafts) in enumerate(rows):
+            job = self._threads.submit(self._masks, grammar, list(drafts), bitmask.shape[1])
+            try:
+                bitmask[place : place + 1 + len(drafts)] = job.result(0.05)
+            except FutureTimeoutError:
+                late[index] = job
+        return late
+
+    @staticmethod
+    def _masks(grammar, drafts, num_words):
+        masks = np.full((1 + len(drafts), num_words), -1, dtype="<i4")
+        for count in range(1 + len(drafts)):
+            grammar.fill_bitmask(masks[count].data.cast("B"), drafts[:count])
+        return masks
+
+
+class Surprise(SlowGrammar):
+    """Nobody knows that it is slow."""
+
+    is_slow, filler = False, Filler()
+
+
 class SlowBackend(FakeGrammarBackend):
+    kind = SlowGrammar
+
     def compile(self, params):
-        return SlowGrammar(int(params.regex), self.vocab_size, self.eos_token_ids)
+        return self.kind(int(params.regex), self.vocab_size, self.eos_token_ids)
 
 
 class Offer:
@@ -48,9 +84,11 @@ class Offer:
         return SlowBackend
 
 
+@pytest.mark.parametrize("kind", [SlowGrammar, Surprise], ids=["known-to-be-slow", "not-known"])
 @pytest.mark.parametrize("goes_past", [False, True], ids=["in-turn", "past-masks"])
 @pytest.mark.parametrize("overlap", [1, 2, 3])
-def test_a_late_row_samples_when_its_mask_is_there_and_others_go_on(overlap, goes_past, monkeypatch):
+def test_a_late_row_samples_when_its_mask_is_there_and_others_go_on(overlap, goes_past, kind, monkeypatch):
+    monkeypatch.setattr(SlowBackend, "kind", kind)
     plugins, hook = load_plugins(), "pelton_structured_output_backends"
     entries = type(plugins).entries
     monkeypatch.setattr(
@@ -86,4 +124,17 @@ def test_a_late_row_samples_when_its_mask_is_there_and_others_go_on(overlap, goe
     grammar = FakeGrammar(5, 50, (0,))
     assert found["late"] == executor.fake_model.generate(late, max_model_len=128, grammar=grammar)[0]
     assert found["plain"] == executor.fake_model.generate(plain, max_model_len=128)[0]
+    assert MADE[0].num_late == 1, "its mask was made once"
     assert not executor.violations
+
+
+def test_a_grammar_without_a_filler_is_slow_from_its_first_slow_mask_on(monkeypatch):
+    """Its masks are made on the engine's thread, where nobody can go on without one."""
+    times = iter([0.0, 0.001, 0.01, 1.0])
+    monkeypatch.setattr(grammars.time, "thread_time", lambda: next(times))
+    grammar = FakeGrammar(5, 50, (0,))
+    grammar.filler = None
+    bitmask, request = np.zeros((1, 2), dtype="<i4"), object()
+    for is_slow in (False, True):
+        grammars._fill(None, [(grammar, 0, (), request)], [(grammar, 0, ())], bitmask, None)
+        assert grammar.is_slow == is_slow

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import random
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from pelton.errors import EngineError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.structured.interface import StructuredOutputContext
 from pelton.testing.models import EOS_ID, VOCAB_SIZE, make_tiny_tokenizer
 from pelton_plugins.structured_output import llguidance_backend
 from pelton_plugins.structured_output.llguidance_backend import BatchFiller, LLGuidanceBackend, NativeFiller
-from pelton_plugins.structured_output.native_matcher import CannotUseError, MaskPool
+from pelton_plugins.structured_output.native_matcher import ROW, CannotUseError, LateMasks, MaskPool
 
 WORDS = -(-VOCAB_SIZE // 32)
 CONSTRAINTS = [
@@ -59,7 +63,10 @@ def masks_of(grammars, drafts):
     for grammar, some in zip(grammars, drafts, strict=True):
         rows.append((grammar, place, some))
         place += 1 + len(some)
-    grammars[0].filler.fill(rows, bitmask)
+    late = grammars[0].filler.fill(rows, bitmask)
+    for index, job in late.items() if late else ():  # on a slow machine
+        made = job.result()
+        bitmask[rows[index][1] : rows[index][1] + len(made)] = made
     return bitmask
 
 
@@ -153,3 +160,120 @@ def test_without_a_compiler_the_reason_is_told(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CannotUseError, match="no C compiler"):
         native_matcher._build()
+
+
+class HeldPool(MaskPool):
+    """Over functions of the test: matcher m's masks have m in every word, and are made while the test lets it."""
+
+    def __init__(self, num_threads: int, held: set[int], fails: set[int] = frozenset()) -> None:
+        self.may_go, self.began, self.consumed = threading.Event(), [], {}
+        words = ctypes.POINTER(ctypes.c_uint32)
+
+        def consume(matcher, token):
+            self.consumed.setdefault(matcher, []).append(token)
+            return 0
+
+        def compute(matcher, mask, num_bytes):
+            self.began.append(matcher)
+            if matcher in held:
+                self.may_go.wait(60)
+            for word in range(num_bytes // 4):
+                mask[word] = matcher
+            return int(matcher in fails)
+
+        pointer, integer, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
+        self._kept = [
+            ctypes.CFUNCTYPE(integer, pointer, ctypes.c_uint32)(consume),
+            ctypes.CFUNCTYPE(integer, pointer, words, size)(compute),
+            ctypes.CFUNCTYPE(integer, pointer, size)(lambda matcher, count: 0),
+            ctypes.CFUNCTYPE(ctypes.c_bool, pointer)(lambda matcher: False),
+        ]
+        self._open(num_threads, 0.0, [ctypes.cast(one, pointer).value for one in self._kept])
+
+    def masks(self, matchers: list[int], bitmask: np.ndarray, drafts: dict[int, np.ndarray]) -> np.ndarray:
+        """The table of a call, row i's masks from place 3 i on."""
+        table = np.zeros(len(matchers), dtype=ROW)
+        table["matcher"], table["token"] = matchers, 7
+        for place, matcher in enumerate(matchers):
+            table["masks"][place] = bitmask[3 * place :].ctypes.data
+            if matcher in drafts:
+                table["drafts"][place], table["num_drafts"][place] = drafts[matcher].ctypes.data, len(drafts[matcher])
+        self.num_failed = self.fill(table, 4 * WORDS, bitmask.strides[0])
+        return table
+
+
+@pytest.fixture
+def compiled(native):
+    """There is a compiler."""
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("held", [{4}, {1, 8}, {1, 2, 3, 4, 5}], ids=str)
+def test_masks_that_are_held_up_are_left_behind_and_come_later(compiled, held, num_threads):
+    """With threads enough and with fewer than are held up, with drafts too; others' masks are made meanwhile, time and again."""
+    pool, matchers = HeldPool(num_threads, held, fails={6}), list(range(1, 10))
+    drafts = {
+        4: np.array([2, 3], dtype=np.uint32),
+        5: np.array([0], dtype=np.uint32),
+    }  # both allow token 2, 5 not token 0's bit
+    bitmask = np.zeros((30, WORDS), dtype="<u4")
+    table = pool.masks(matchers, bitmask, drafts)
+    late = {int(row["matcher"]): int(row["late"]) for row in table if row["late"]}
+    assert set(late) == held and pool.num_failed == 1 and table["failed"].tolist() == [m == 6 for m in matchers]
+    for place, matcher in enumerate(matchers):
+        assert (bitmask[3 * place] == (0 if matcher in held else matcher)).all()
+    others = [matcher for matcher in matchers if matcher not in held]
+    for _ in range(3):
+        again = np.zeros((30, WORDS), dtype="<u4")
+        assert not pool.masks(others, again, {})["late"].any()
+        assert again[0 : 3 * len(others) : 3, 0].tolist() == others
+    owners = {matcher: SimpleNamespace(late=None, get_error=lambda: "it broke") for matcher in held}
+    jobs = {m: LateMasks(late[m], owners[m], (1 + len(drafts.get(m, ())), WORDS)) for m in held}
+    assert not any(job.done() for job in jobs.values()) and all(owners[m].late is jobs[m] for m in held)
+    pool.may_go.set()
+    for matcher, job in jobs.items():
+        made = job.result()
+        assert job.done() and owners[matcher].late is None and (made[0] == matcher).all()
+        if matcher == 4:
+            assert (made[1] == 4).all() and (made[2] == -1).all(), "token 3 is not in its mask"
+    assert all((bitmask[3 * place] == 0).all() for place, matcher in enumerate(matchers) if matcher in held)
+    assert all(tokens[0] == 7 for tokens in pool.consumed.values()) and set(pool.consumed) == set(matchers)
+
+
+def test_a_late_mask_that_fails_is_told_where_it_is_taken(compiled):
+    pool, bitmask = HeldPool(1, {3}, fails={3}), np.zeros((2, WORDS), dtype="<u4")
+    late = int(pool.masks([3], bitmask, {})["late"][0])
+    job = LateMasks(late, SimpleNamespace(late=None, get_error=lambda: "it broke"), (1, WORDS))
+    pool.may_go.set()
+    with pytest.raises(EngineError, match="it broke"):
+        job.result()
+
+
+def test_a_request_that_ends_while_its_mask_is_late_leaves_its_matcher_alone(native, monkeypatch):
+    """Nothing of it is freed or used again before the thread is done with it."""
+    constraint = StructuredOutputsParams(json=json.dumps({"const": "left alone"}))
+    grammar = native.compile(constraint)
+    handle, pool = grammar.matcher.handle, HeldPool(1, {grammar.matcher.handle})
+    monkeypatch.setattr(native, "_filler", NativeFiller(pool))
+    grammar.filler = native._filler
+    (job,) = native._filler.fill([(grammar, 0, ())], np.zeros((1, WORDS), dtype="<i4")).values()
+    assert grammar.matcher.is_busy
+    del grammar
+    assert native.known(constraint) is None, "it was not given back"
+    pool.may_go.set()
+    assert (job.result() == handle % 2**32 - (2**32 if handle % 2**32 >= 2**31 else 0)).all()
+
+
+def test_masks_that_nobody_takes_are_freed_with_their_matcher(native, monkeypatch):
+    """They are in a cycle, whose finalizers run in any order."""
+    constraint = StructuredOutputsParams(json=json.dumps({"const": "nobody's"}))
+    for _ in range(4):
+        grammar = native.compile(constraint)
+        pool = HeldPool(1, {grammar.matcher.handle})
+        grammar.filler = NativeFiller(pool)
+        late = grammar.filler.fill([(grammar, 0, ())], np.zeros((1, WORDS), dtype="<i4"))
+        assert list(late) == [0]
+        threading.Timer(0.05, pool.may_go.set).start()
+        del grammar, late
+        gc.collect()
+    assert (masks_of([native.compile(constraint)], [[]]) == masks_of([native.compile(constraint)], [[]])).all()

@@ -567,12 +567,15 @@ static int is_usable(struct scanned found) { return !found.has_nan && isfinite(f
 static struct taken take_allowed(const struct sampler *op, struct work work, const float *logits, int64_t slot, const uint32_t *words) {
     int64_t position = op->batch->num_computed_tokens[slot] + 1;
     float temperature = op->temperature[slot];
-    if (!is_usable(look(logits, op->vocab_size)))
+    int is_partial = op->is_partial != NULL && op->is_partial[slot];
+    if (!is_partial && !is_usable(look(logits, op->vocab_size)))
         return (struct taken){0, NOT_FINITE};
     int64_t count = gather_allowed(&work, logits, op->vocab_size, words);
     work.width = round_up(most(count, 1), CHUNK);
     fill(work.values, count, work.width);
     struct scanned found = scan(&work, work.values, count, 1.0f);
+    if (is_partial && (found.has_nan || found.best == INFINITY))
+        return (struct taken){0, NOT_FINITE};
     if (!is_usable(found))
         return (struct taken){0, NOTHING_ALLOWED};
     if (temperature > 0.0f && temperature != 1.0f)
@@ -580,6 +583,11 @@ static struct taken take_allowed(const struct sampler *op, struct work work, con
     int is_greedy = temperature == 0.0f || isinf(found.best);
     int64_t place = is_greedy ? find(work.values, found.best) : pick(op, &work, slot, position, found.best);
     return (struct taken){work.allowed[place], OK};
+}
+
+int pelton_takes_few(const struct sampler *op, int64_t slot) {
+    return has_mask(op, slot) && !has_side(op, slot) &&
+           num_allowed(op->mask_words + slot * op->mask_stride, op->vocab_size) <= FEW_ALLOWED;
 }
 
 /* logits: one row, left as it is. */
@@ -590,7 +598,7 @@ static struct taken take(const struct sampler *op, const struct work *work, cons
     int divides = temperature > 0.0f && temperature != 1.0f;
     const uint32_t *words = is_masked ? op->mask_words + slot * op->mask_stride : NULL;
     struct scanned found, masked;
-    if (is_masked && !has_side(op, slot) && num_allowed(words, vocab_size) <= FEW_ALLOWED)
+    if (pelton_takes_few(op, slot))
         return take_allowed(op, *work, logits, slot, words);
     if (is_masked)
         masked = scan_masked(work, logits, vocab_size, words, &found);
@@ -716,6 +724,8 @@ EXPORT int pelton_sample(const struct sampler *op, const float *logits, int64_t 
         int64_t slot = slots[row], token = result[2 * row];
         if (slot == batch->padding_slot)
             continue;
+        if (op->is_partial != NULL)
+            op->is_partial[slot] = 0;
         int64_t position = ++batch->num_computed_tokens[slot];
         batch->token_ids[slot * batch->token_stride + least(position, batch->max_model_len)] = (int32_t)token;
         if (has_side(op, slot))

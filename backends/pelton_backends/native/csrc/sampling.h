@@ -34,6 +34,10 @@ struct sampler {
     float *logprobs;
     int64_t *ranks;
     int64_t num_logprobs;
+    uint8_t *is_partial; /* by slot, 1: of the row's logits there are only those that the mask allows. NULL: of every row there are all */
 };
+
+/* Whether a row's mask allows so few tokens that only their logits are read. */
+int pelton_takes_few(const struct sampler *op, int64_t slot);
 
 #endif

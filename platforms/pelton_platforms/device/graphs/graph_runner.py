@@ -62,6 +62,7 @@ class GraphRunner:
         most, query_len = dispatcher.most_decode_rows, dispatcher.decode_query_len
         most_mixed = min(max(dispatcher.mixed_sizes, default=0), state.max_num_seqs)
         program.most_left_rows = most
+        program.keeps_hidden = recorder.runs_calls and program.ops.shares is None
         self._columns = GraphColumns(
             state, buffers, staging, most_rows=most, most_mixed_rows=most_mixed, query_len=query_len
         )
@@ -152,8 +153,9 @@ class GraphRunner:
         common_prefix_blocks: Sequence[int] = (),
         *,
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
-    ) -> Tensor:
-        """Run a decode step of `key`; what its tail gives, with padding. Logits stay until the next such step. Rows beyond
+    ) -> Tensor | None:
+        """Run a decode step of `key`; what its tail gives, with padding. Logits stay until the next such step, see
+        `StepProgram.left_logits`. Rows beyond
         `slots` are padding. With mode NONE nothing is captured."""
         prefix_lens: Sequence[int] = ()
         if key.has_common_prefix:
@@ -163,7 +165,7 @@ class GraphRunner:
             self._columns.stage_decode(key, slots, (), num_draft, prefix_lens)
         if isinstance(key.tail, Logits) and self._recorder.runs_calls and not self.program.has_left_logits:
             mode = CUDAGraphMode.NONE  # makes their memory: not in that which all recorded steps compute in
-        found: Tensor = self.full.run(mode, key, partial(self._run, key))
+        found: Tensor | None = self.full.run(mode, key, partial(self._run, key))
         return found
 
     def sample_apart(self, num_rows: int, tail: Sample) -> Tensor:

@@ -61,7 +61,6 @@ class LeftLogits:
 
     output: SchedulerOutput
     slots: Ints  # [R]
-    logits: Tensor  # [R with padding, V], or of this rank's rows: see `RowShares`
     num_padded_rows: int
     has_lora: bool
 
@@ -247,8 +246,9 @@ class ModelRunner:
             self._settle()
         found = graphs.decode(key, slots, output.block_appends, num_draft, prefix)
         if isinstance(tail, Logits):
-            left = LeftLogits(output, slots, found, key.num_reqs, has_lora)
+            left = LeftLogits(output, slots, key.num_reqs, has_lora)
             return (self._sample_ahead(left) if has_masks else None) or left
+        assert found is not None
         self.state.host.num_computed_tokens[slots] += num_scheduled
         return self._readback.queue(output, tail, found[:num_rows], np.arange(num_rows), slots)
 
@@ -258,7 +258,7 @@ class ModelRunner:
         columns = self._stage(plan)
         inputs = self._inputs(plan, columns, tail, has_lora=left.has_lora)
         rows = left.num_padded_rows
-        logits = left.logits[: len(left.slots)] if self.ops.shared_rows(rows) is None else left.logits
+        logits = self._program.left_logits(self.buffers.token_index[: len(left.slots)], rows)
         return Step(left.output, plan, columns, inputs, tail, logits, num_padded_logits=rows)
 
     def _sample_ahead(self, left: LeftLogits) -> StepOutput | None:

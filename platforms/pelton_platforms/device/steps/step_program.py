@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pelton.graphs.recordable import home
 from pelton.layers.decoder import Decoder
@@ -81,21 +82,24 @@ class StepProgram:
         self.kernel: StepKernel | None = None  # computes decode steps; None: the model's layers do
         self.most_left_rows = 0  # of captured steps that end at the logits
         self._logits: Tensor | None = None  # [most_left_rows, V]: where all of those leave them
+        self.keeps_hidden = False  # such a step ends before the logits, for who reads them may not need all
+        self._hidden: Any = None  # [most_left_rows, ...], what the model's forward pass gave
 
     @property
     def has_left_logits(self) -> bool:
         """Return whether there is memory for the logits of captured steps: the first such step makes it."""
-        return self._logits is not None
+        return self._logits is not None or self._hidden is not None
 
     def run(self, key: BatchDescriptor, inputs: StepInputs, forward: Callable[[StepInputs], Any] | None = None) -> Any:
         """Return what the key's tail gives: hidden states without one, [n, V] logits, [r, 2] tokens and codes, [r, 4 + k] what
         `Verify` says, or a list of what the model has pooled. forward: in place of `self.forward`, by graphs."""
         tail = key.tail
         if isinstance(tail, Sample) and tail.is_apart:
-            assert self._logits is not None, "a step has left its logits"
-            shared = self.ops.shared_rows(key.num_reqs)
-            count = key.num_reqs if shared is None else shared.count(key.num_reqs)
-            return self.end(tail, self._logits[:count], inputs)
+            sample = self.ops.sample(tail.variant)
+            reading = sample.reading(inputs.sample_slots) if hasattr(sample, "reading") else nullcontext()
+            with reading:
+                logits = self.left_logits(inputs.logit_tokens, key.num_reqs)
+            return self.end(tail, logits, inputs)
         self._append_blocks(inputs)
         if inputs.num_draft is not None and self.ops.drafts is not None:
             inputs.num_draft = self.ops.drafts.make(inputs.sample_slots, inputs.num_draft)
@@ -110,6 +114,13 @@ class StepProgram:
         if isinstance(tail, Pool):
             assert inputs.pooled is not None
             return cast("PoolingModel", self.model).pool(hidden, inputs.pooled)
+        if (
+            self.keeps_hidden
+            and inputs.is_fixed
+            and isinstance(tail, Logits)
+            and self._keep_hidden(hidden, key.num_reqs)
+        ):
+            return None
         num_rows = len(inputs.logit_tokens)
         if tail == Sample(GREEDY):
             shares = self.ops.shares
@@ -220,6 +231,28 @@ class StepProgram:
     def _append_blocks(self, inputs: StepInputs) -> None:
         for table, (places, ids) in zip(self._state.block_tables, inputs.appends, strict=False):
             table.view(-1).scatter_(0, places, ids)
+
+    def left_logits(self, rows: Tensor, num_padded: int) -> Tensor:
+        """Return [n, V], of the last captured step that ended at its logits, or before them; or of this rank's rows, see `RowShares`.
+        rows: 0 .. n - 1; num_padded: of that step."""
+        if self._hidden is None:
+            assert self._logits is not None, "a step has left its logits"
+            shared = self.ops.shared_rows(num_padded)
+            return self._logits[: len(rows) if shared is None else shared.count(num_padded)]
+        hidden = tree_map_only(Tensor, lambda one: one[: len(rows)], self._hidden)
+        return cast("CausalLM", self.model).compute_logits(hidden, rows)
+
+    def _keep_hidden(self, hidden: Any, num_rows: int) -> bool:
+        """False where it is not of one row for each token."""
+        parts = [one for one in tree_leaves(hidden) if isinstance(one, Tensor)]
+        if not parts or any(len(one) != num_rows for one in parts):
+            return False
+        if self._hidden is None:
+            self._hidden = tree_map_only(Tensor, lambda one: one.new_empty(self.most_left_rows, *one.shape[1:]), hidden)
+        kept = [one for one in tree_leaves(self._hidden) if isinstance(one, Tensor)]
+        for place, one in zip(kept, parts, strict=True):
+            place[:num_rows].copy_(one)
+        return True
 
     def _keep(self, logits: Tensor) -> Tensor:
         """Where the tail finds them: a graph's own memory is free to the next one, which the tail is."""

@@ -86,7 +86,7 @@ def test_all_graphs_that_end_at_logits_leave_them_in_one_place(driver):
     def look(output: SchedulerOutput) -> object:
         result = execute(output)
         if result is None:
-            places.add(driver.runner._pending.logits.data_ptr())
+            places.add(driver.runner._program.left_logits(torch.arange(1)).data_ptr())
         return result
 
     driver.runner.execute = look
@@ -94,6 +94,29 @@ def test_all_graphs_that_end_at_logits_leave_them_in_one_place(driver):
         decode_with_masks(driver, requests[:count])
     assert len(places) == 1
     assert [request.output for request in requests] == [oracle_greedy(PROMPTS[0], 5), oracle_greedy(PROMPTS[1], 3)]
+
+
+def test_a_call_graph_ends_before_its_logits_and_who_reads_them_computes_them() -> None:
+    """Rows under masks, steps without any between them, steps of fewer rows: each has the logits of its own hidden states."""
+    runner = make_runner(num_blocks=128)
+    dispatcher = GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, max_num_seqs=8, max_num_tokens=64)
+    runner.use_graphs(dispatcher, CallGraphRecorder())
+    driver, asked = Driver(runner), []
+    compute = runner.model.compute_logits
+
+    def note(hidden, rows):
+        asked.append(len(rows))
+        return compute(hidden, rows)
+
+    runner.model.compute_logits = note
+    requests = prefill(driver)
+    for count in (2, 1, 2, 2, 1):
+        decode_with_masks(driver, requests[:count])
+        driver.step([(request, 1) for request in requests])
+    assert [request.output for request in requests] == [oracle_greedy(PROMPTS[0], 11), oracle_greedy(PROMPTS[1], 9)]
+    del asked[:]
+    decode_with_masks(driver, requests)
+    assert asked == [2], "once, where the masks are at hand"
 
 
 def test_logits_that_could_not_be_captured_are_sampled_without_a_graph(driver, monkeypatch):
