@@ -31,8 +31,32 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not with `-p no:cacheprovider`
         pelton_references.folder = config.cache.mkdir("references")
     os.environ.setdefault(
-        "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker"
+        "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker -p no:schemathesis"
     )  # of runs that tests start; see addopts
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing of what is collected is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
+    """Every other worker imports the last files first: in a fresh checkout each then compiles one half, and reads the other."""
+    report = yield
+    if isinstance(collector, pytest.Dir) and report.passed and _is_backward(collector.config):
+        report.result.reverse()
+    return report
+
+
+def _is_backward(config: pytest.Config) -> bool:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    return worker.isdecimal() and int(worker) % 2 == 1 and len(config.args) == 1
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,7 +87,11 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    if _is_backward(config):
+        items.sort(key=lambda item: item.path.parts)
+    yield
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_not_here() or (None if torch_cuda_version() else "torch was built without CUDA")
     if marked and reason:
