@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,9 @@ import pelton_references
 import pytest
 from pelton_covering import covering
 from pelton_e2e import serving
+from pelton_forked import forked_starts
 
+from pelton import plugins
 from pelton.utils import garbage
 from pelton_platforms.cuda.driver import torch_cuda_version, why_not_here
 from pelton_platforms.device import sleeping
@@ -77,6 +81,37 @@ def quick_collections() -> Iterator[None]:
             patch.setattr(module, "gc", calm)
         yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_entry_points() -> Iterator[None]:
+    """Thousands of tests load the plugins, and each time the files of all installed packages are read for their entry points. They
+    are kept for as long as `sys.path` and its folders stay as they were when the session began."""
+    find, kept = plugins._entry_points, dict[Any, Any]()
+
+    def state() -> Any:
+        ours = importlib.metadata.entry_points, tuple(sys.path)
+        return *ours, tuple(os.stat(path).st_mtime_ns for path in sys.path if os.path.isdir(path))
+
+    first = state()
+
+    def found() -> Any:
+        if state() != first:
+            return find()
+        if first not in kept:
+            kept[first] = find()
+        return dict(kept[first])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "_entry_points", found)
+        yield
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    """Ranks and engines that tests start from this process are forks of one that has imported torch."""
+    with forked_starts():
+        yield
 
 
 @pytest.fixture(scope="session")
