@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,9 @@ import pelton_references
 import pytest
 from pelton_covering import covering
 from pelton_e2e import serving
+from pelton_forked import forked_starts
 
+from pelton import plugins
 from pelton.utils import garbage
 from pelton_platforms.cuda.driver import torch_cuda_version, why_not_here
 from pelton_platforms.device import sleeping
@@ -31,8 +35,32 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not with `-p no:cacheprovider`
         pelton_references.folder = config.cache.mkdir("references")
     os.environ.setdefault(
-        "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker"
+        "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker -p no:schemathesis"
     )  # of runs that tests start; see addopts
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing of what is collected is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
+    """Every other worker imports the last files first: in a fresh checkout each then compiles one half, and reads the other."""
+    report = yield
+    if isinstance(collector, pytest.Dir) and report.passed and _is_backward(collector.config):
+        report.result.reverse()
+    return report
+
+
+def _is_backward(config: pytest.Config) -> bool:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    return worker.isdecimal() and int(worker) % 2 == 1 and len(config.args) == 1
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,6 +83,37 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def known_entry_points() -> Iterator[None]:
+    """Thousands of tests load the plugins, and each time the files of all installed packages are read for their entry points. They
+    are kept for as long as `sys.path` and its folders stay as they were when the session began."""
+    find, kept = plugins._entry_points, dict[Any, Any]()
+
+    def state() -> Any:
+        ours = importlib.metadata.entry_points, tuple(sys.path)
+        return *ours, tuple(os.stat(path).st_mtime_ns for path in sys.path if os.path.isdir(path))
+
+    first = state()
+
+    def found() -> Any:
+        if state() != first:
+            return find()
+        if first not in kept:
+            kept[first] = find()
+        return dict(kept[first])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "_entry_points", found)
+        yield
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    """Ranks and engines that tests start from this process are forks of one that has imported torch."""
+    with forked_starts():
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server over the demo model, for tests that do not change it."""
@@ -63,7 +122,11 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    if _is_backward(config):
+        items.sort(key=lambda item: item.path.parts)
+    yield
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_not_here() or (None if torch_cuda_version() else "torch was built without CUDA")
     if marked and reason:

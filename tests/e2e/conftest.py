@@ -12,6 +12,11 @@ from pelton_backends.native import library
 from pelton_backends.native.build import available_sets
 
 
+@pytest.fixture(scope="module", autouse=True)
+def all_ranks_are_forks(forks: None) -> None:
+    """Their own starts are those of servers here."""
+
+
 @pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The instruction set that C kernels are compiled for, or torch, where there is none."""

@@ -14,6 +14,7 @@ from pelton.testing.communicator import CommunicatorConformance
 from pelton.testing.models import make_tiny_checkpoint
 from pelton.testing.platform import PlatformConformance
 
+pytestmark = pytest.mark.usefixtures("forks")
 NUM_NEW_TOKENS = 24
 LENGTHS = (1, 2, 15, 16, 17, 33, 100, 300)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, detokenize=False)

@@ -2,7 +2,7 @@
 
     python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, ADAPTED, SAMPLING, of a method of Attention, or
                                                     "experts in" a format of theirs
-    python pelton_sm90.py --no-code DTYPE KV_DTYPE NAME... -- DTYPE KV_DTYPE NAME...      several at once; no instructions
+    python pelton_sm90.py DTYPE KV_DTYPE NAME... -- --no-code DTYPE KV_DTYPE NAME...      several at once; some without instructions
 
 A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
 them. Arguments are tensors on the CPU: the compiler looks at their types, strides and addresses alone.
@@ -337,7 +337,6 @@ def describe(name: str, kernel: Any) -> dict[str, Any]:
 
 
 def main(*arguments: str) -> None:
-    has_code = arguments[0] != "--no-code"
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -352,9 +351,11 @@ def main(*arguments: str) -> None:
     hopper_vocab.has_pdl = lambda device: True
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
-    for is_end, group in itertools.groupby(arguments[not has_code :], "--".__eq__):
+    for is_end, group in itertools.groupby(arguments, "--".__eq__):
         if not is_end:
-            compile_kernels(compiled, *group, has_code=has_code)
+            given = list(group)
+            words = [word for word in given if word != "--no-code"]
+            compile_kernels(compiled, *words, has_code=len(words) == len(given))
 
 
 def compile_kernels(compiled: list[Any], dtype: str, kv_dtype: str, *names: str, has_code: bool) -> None:

@@ -6,17 +6,20 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import pluggy
-
 from pelton import builtin, hookspecs
 from pelton.entries import OpEntry
-from pelton.plugins import Plugins, load_plugins, register
+from pelton.plugins import PluginManager, Plugins, load_plugins, register
 
 
 def references(device_type: str = "cpu") -> list[OpEntry]:
     """Return the torch references of core's fused ops: entries of `pelton_ops`."""
+    return list(_references(device_type))
+
+
+@cache
+def _references(device_type: str) -> tuple[OpEntry, ...]:
     offered: list[OpEntry] = load_plugins(only=[]).entries("pelton_ops", device_type=device_type)
-    return [entry for entry in offered if entry.name == f"reference.{entry.op}"]
+    return tuple(entry for entry in offered if entry.name == f"reference.{entry.op}")
 
 
 class _References:
@@ -32,7 +35,7 @@ class _References:
 
 def plugins_of(*modules: ModuleType | object) -> Plugins:
     """Core's own plugin, the torch references of its ops, and `modules`, checked as at start-up."""
-    manager = pluggy.PluginManager("pelton")
+    manager = PluginManager("pelton")
     manager.add_hookspecs(hookspecs)
     for index, module in enumerate((builtin, _References(), *modules)):
         register(manager, module, getattr(module, "__name__", f"test{index}"), "test")

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from pelton_forked import start
 
 from pelton import hookimpl
 from pelton.entries import Entry
@@ -18,6 +19,7 @@ from pelton.testing.communicator import CommunicatorConformance
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import make_tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forks")
 TOKENS = list(range(5, 40))
 RANK = """
 import sys, torch
@@ -52,14 +54,15 @@ def test_two_processes_share_a_model(tmp_path):
     path = make_tiny_checkpoint(tmp_path / "model", "llama", with_tokenizer=False)
     here = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    (tmp_path / "rank.py").write_text(RANK)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(path), str(tmp_path / "store"), str(tmp_path / f"{rank}.pt")],
-            env=environ, stderr=subprocess.PIPE, text=True,
+        start(
+            [sys.executable, str(tmp_path / "rank.py"), str(rank), str(path), str(tmp_path / "store"), str(tmp_path / f"{rank}.pt")],
+            env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert torch.equal(first, second), "ranks sample from the same bits"
@@ -113,11 +116,14 @@ for turn in range(3000):
 
 
 def test_no_turn_reads_what_another_has_brought(tmp_path):
-    command = [sys.executable, "-c", SUMS]
+    (tmp_path / "sums.py").write_text(SUMS)
     ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True)
+        start(
+            [sys.executable, str(tmp_path / "sums.py"), str(rank), str(tmp_path / "store")], env=dict(os.environ), stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
         for rank in (0, 1)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    ]  # fmt: skip
+    errors = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"pelton-{ranks[0].pid}-")]

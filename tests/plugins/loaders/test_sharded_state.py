@@ -14,6 +14,7 @@ from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.loaders.save_command import run
 from pelton_plugins.loaders.sharded_state import ShardedStateLoader, joined
 
+pytestmark = pytest.mark.usefixtures("forks")
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9]}, {"prompt_token_ids": list(range(20, 60))}]
 SETTINGS = {"device": "cpu", "enforce_eager": True, "kv_cache_memory_bytes": 2**22, "disable_log_stats": True}
 

@@ -18,6 +18,7 @@ from pelton_plugins.models import experts
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 from pelton_plugins.weight_forms.blocks import split_blocks
 
+pytestmark = pytest.mark.usefixtures("forks")
 NUM_TOKENS = 16
 LENGTHS = (1, 17, 40)
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import anthropic
 import pytest
+from pelton_late_import import LateImport
+
+anthropic = LateImport("anthropic")
 
 WEATHER = {
     "name": "get_weather",

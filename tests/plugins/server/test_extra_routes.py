@@ -7,12 +7,13 @@ import json
 import re
 from typing import Any
 
-import cohere
 import pytest
 from pelton_fake_server import VOCAB, FakeAsyncLLM
+from pelton_late_import import LateImport
 
 from pelton_plugins.server.known_routes import NOT_OFFERED
 
+cohere = LateImport("cohere")
 VLLM_ROUTES = """
     /health /load /version /v1/models /metrics /ping /invocations /kv_event_sources /docs /openapi.json
     /v1/completions /v1/chat/completions /v1/chat/completions/batch /v1/responses /v1/responses/{response_id}

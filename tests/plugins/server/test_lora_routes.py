@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from pelton_e2e import eventually, gauge, serving
+from pelton_late_import import LateImport
 from pelton_lora import make_adapter
+
+openai = LateImport("openai")
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,11 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import cohere
 import httpx
 import numpy as np
-import openai
 import pytest
 import pytest_asyncio
-from langchain_openai import OpenAIEmbeddings
+from pelton_late_import import LateImport
 from transformers import AutoTokenizer
 
 from pelton import AsyncLLM
@@ -26,6 +24,7 @@ from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.state import ServerState
 
+cohere, openai, langchain_openai = (LateImport(name) for name in ("cohere", "openai", "langchain_openai"))
 SMALL = {"max_num_seqs": 8, "kv_cache_memory_bytes": 2**20, "disable_log_stats": True, "max_model_len": 64}
 TEXTS = ["the river", "a small house near the river", "keys and values"]
 
@@ -157,8 +156,8 @@ async def test_langchains_embeddings(encoder, monkeypatch, running):
             "http_async_client": http,
             "max_retries": 0,
         }
-        by_ids = OpenAIEmbeddings(**options, chunk_size=2)
-        by_text = OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
+        by_ids = langchain_openai.OpenAIEmbeddings(**options, chunk_size=2)
+        by_text = langchain_openai.OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
         vectors = np.array(await by_ids.aembed_documents(TEXTS))
         assert len(sent) == 2 and all(body["encoding_format"] == "base64" for body in sent)
         assert sent[0]["input"] == [Encoding(encoder).encode_ordinary(text) for text in TEXTS[:2]]

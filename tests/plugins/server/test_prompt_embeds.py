@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 from pelton_e2e import make_prompts, serving
+from pelton_late_import import LateImport
 from safetensors.torch import save
 
 from pelton.errors import RequestError
 from pelton_plugins.server.embeds_body import decode_embeds
+
+openai = LateImport("openai")
 
 
 def encoded(data: bytes) -> str:

@@ -7,15 +7,15 @@ import json
 from collections.abc import Iterator
 from typing import Literal
 
-import anthropic
 import httpx
-import openai
 import pydantic
 import pytest
 from pelton_e2e import serving
+from pelton_late_import import LateImport
 
 from pelton.testing.models import CHAT_TEMPLATE, make_tiny_checkpoint
 
+anthropic, openai = LateImport("anthropic"), LateImport("openai")
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 TOOL = {
     "type": "function",

@@ -14,12 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from pelton_e2e import eventually, gauge, serving
+from pelton_late_import import LateImport
 
 from pelton_plugins.server.serve import NICENESS
 
+openai = LateImport("openai")
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
 

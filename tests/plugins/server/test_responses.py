@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
+from pelton_late_import import LateImport
+
+openai = LateImport("openai")
 
 RESPONSES = "/v1/responses"
 WEATHER = {

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import httpx
 import msgspec
-import openai
 import pytest
+from pelton_late_import import LateImport
 from pelton_pages import settings
 
 from pelton.errors import ConfigError
@@ -19,6 +19,7 @@ from pelton_plugins.server.http_metrics import HttpMetrics
 from pelton_plugins.server.parsing import AnswerReader
 from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool, constraint
 
+openai = LateImport("openai")
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 WEATHER = {
