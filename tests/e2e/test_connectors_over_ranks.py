@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pelton_e2e import Reference, greedy, make_llm, references_in
 
-
 NUM_TOKENS = 12
 LENGTHS = (5, 33, 64, 100, 129)
 NUM_BLOCKS = 2 + 4 + 6 + 8  # full ones of 16 tokens

@@ -30,8 +30,8 @@ from pelton.sampling_params import StructuredOutputsParams
 
 NUM_TOKENS = 16
 LENGTHS = (1, 5, 16, 33, 129, 200)
-# All tokens kept, a window as well, latents with experts, sinks with experts, norms over the heads of all ranks.
-FAMILIES = ("llama", "gemma3", "deepseek_v3_moe", "gpt_oss", "olmo2")
+# All tokens kept, a window as well, latents with experts, sinks with experts, norms over the heads of all ranks, caches that layers share.
+FAMILIES = ("llama", "gemma3", "deepseek_v3_moe", "gpt_oss", "olmo2", "gemma4")
 
 
 @pytest.fixture(scope="module")

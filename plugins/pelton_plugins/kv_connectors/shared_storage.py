@@ -2,7 +2,8 @@
 
 A file holds one block of all layers. Its name is the block's chain hash over tokens, salt and extras, so its content is what
 any engine with the same weights would compute. A file that is missing, truncated or not of this model is a miss: its tokens
-are computed. Of several ranks each has files with its part of a block, in a folder of its own; all of them are needed. This file is the connector's settings and its half in the scheduler; `block_files` has the worker's half.
+are computed. Of several ranks each has files with its part of a block, in a folder of its own; all of them are needed. This file
+is the connector's settings and its half in the scheduler; `block_files` has the worker's half.
 """
 
 from __future__ import annotations
