@@ -216,7 +216,9 @@ class DeviceWorker(Worker):
         found = dict(zip(counters, total.tolist(), strict=True))
         for name, load in found.items():  # experts may have changed places
             placement = getattr(model.get_submodule(name), "placement", range(len(load)))
-            found[name] = [count for _, count in sorted(zip(placement, load, strict=True))]
+            found[name] = [0] * (max(placement) + 1)
+            for expert, count in zip(placement, load, strict=True):
+                found[name][expert] += count
         return found
 
     @torch.inference_mode()

@@ -75,12 +75,14 @@ class ExpertBalancer:
                 continue
             totals = [sum(by_place[places.start : places.stop]) for places in layer.places]
             balances.append(sum(totals) / len(totals) / max(totals))
-            load = [count for _, count in sorted(zip(layer.placement, by_place, strict=True))]
+            load = [0] * (max(layer.placement) + 1)
+            for expert, count in zip(layer.placement, by_place, strict=True):
+                load[expert] += count
             new = self._ask(name, layer, load)
             owner = [rank for rank, places in enumerate(layer.places) for _ in places]
             if new != layer.placement:
-                before = dict(zip(layer.placement, owner, strict=True))
-                num_moved += sum(before[expert] != rank for expert, rank in zip(new, owner, strict=True))
+                before = set(zip(layer.placement, owner, strict=True))
+                num_moved += sum(pair not in before for pair in zip(new, owner, strict=True))
                 layer.place_experts(new, self._ranks)
         if not balances:
             return
