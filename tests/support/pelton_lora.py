@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,16 @@ def greedy_with_gap(model: Any, prompts: list[list[int]], num_tokens: int) -> tu
     return outputs, gap
 
 
-def merged_checkpoint(folder: Path, checkpoint: str, *, seed: int, rank: int, strength: float = 0.1) -> tuple[str, str]:
-    """A random adapter of every linear layer, and the checkpoint with it merged: their folders. Needs no PEFT."""
+def merged_checkpoint(
+    folder: Path,
+    checkpoint: str,
+    *,
+    seed: int,
+    rank: int,
+    strength: float = 0.1,
+    targets: Sequence[str] = LLAMA_TARGETS,
+) -> tuple[str, str]:
+    """A random adapter of every linear layer of these names, and the checkpoint with it merged: their folders. Needs no PEFT."""
     import json
     import shutil
 
@@ -63,7 +72,7 @@ def merged_checkpoint(folder: Path, checkpoint: str, *, seed: int, rank: int, st
         weights = load_file(path)
         for name, weight in weights.items():
             module = name.removesuffix(".weight")
-            if module.rpartition(".")[2] in LLAMA_TARGETS:
+            if module.rpartition(".")[2] in targets:
                 a = torch.randn(rank, weight.shape[1], generator=generator) * strength
                 b = torch.randn(weight.shape[0], rank, generator=generator) * strength
                 weights[name] = (weight.float() + 2.0 * (b @ a)).to(weight.dtype)
@@ -74,6 +83,6 @@ def merged_checkpoint(folder: Path, checkpoint: str, *, seed: int, rank: int, st
     adapter = folder / "adapter"
     adapter.mkdir()
     save_file(tensors, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(LLAMA_TARGETS)}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     return str(adapter), str(merged)
