@@ -114,8 +114,8 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
     holds_bias = spec.num_held is not None or parallel.rank == 0  # sums over ranks have it once
     tensors["down_bias"].data.zero_()
     down_bias = tensors["down_bias"].data if holds_bias else None
-    fill = partial(_fill_rows, held=held)
-    expect(f"{prefix}.down_proj_bias", (count, hidden), down_bias, **({} if down_bias is None else {"fill": fill}))
+    fill = None if down_bias is None else partial(_fill_rows, held=held)
+    expect(f"{prefix}.down_proj_bias", (count, hidden), down_bias, fill=fill)
     return tensors
 
 
