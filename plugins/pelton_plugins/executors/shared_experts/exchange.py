@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from pelton.errors import EngineDeadError, EngineError
 
 if TYPE_CHECKING:
@@ -61,6 +59,8 @@ class EngineExchange:
     def swap(
         self, rows: Tensor, counts: Sequence[int], back: Sequence[int] | None = None
     ) -> tuple[Tensor, Sequence[int]]:
+        import torch
+
         try:
             if back is None:
                 self._enter(max(counts), self._most_rows or 0)
