@@ -97,7 +97,6 @@ def test_adapters_and_sleep(
     [
         ("llama", SPREAD, "of 2 key heads tensor_parallel_size 2 keeps 1 copy each"),
         ("qwen3", {"tensor_parallel_size": 3, "decode_context_parallel_size": 2}, "does not divide tensor_parallel_size 3"),
-        ("qwen3", SPREAD | {"kv_transfer_config": {"kv_connector": "shared_storage"}}, "does not go with kv_transfer_config"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_it_is_refused(

@@ -52,11 +52,12 @@ class Steps:
         self.most_together = 0  # open steps of different requests
 
 
-@pytest.mark.parametrize("family", ["cohere2", "olmo2", "glm4"])
+@pytest.mark.parametrize("family", ["cohere2", "olmo2", "glm4", "gemma4"])
 def test_two_stages_answer_as_transformers(made: Callable[[str], Reference], family: str, steps: Steps) -> None:
     """Batched, with recorded steps and one in each stage; then each prompt alone, chunked, with prefix hits. cohere2: only the last stage
     has a layer without a window. olmo2: layers hand over no residual; of its four each stage has two: what the ranks hold together is
-    one model, and room for twice the tokens of one rank. glm4, as gemma3: a layer's output has a norm that the next one applies."""
+    one model, and room for twice the tokens of one rank. glm4, as gemma3: a layer's output has a norm that the next one applies.
+    gemma4: the inputs of later layers too; the last six share caches."""
     reference = made(family)
     with make_llm(reference.path, pipeline_parallel_size=2, max_num_batched_tokens=48) as llm:
         staged = weights_and_blocks(llm)
@@ -133,6 +134,15 @@ def test_stages_of_two_ranks_with_whole_experts(made: Callable[[str], Reference]
     reference = made("deepseek_v3_moe")
     with make_llm(reference.path, pipeline_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_stages_of_two_ranks_with_several_streams(made: Callable[[str], Reference]) -> None:
+    """The largest gates are found over the columns of both ranks."""
+    reference = made("gemma3n")
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    with make_llm(reference.path, **sizes, max_num_batched_tokens=48) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        assert generate(llm, reference.prompts[4:], greedy(NUM_TOKENS)) == reference.outputs[4:]  # with prefix hits
 
 
 def test_unequal_stages_with_preemption_and_drafts(made: Callable[[str], Reference]) -> None:

@@ -45,9 +45,11 @@ def test_ids_equal_transformers(started: tuple[LLM, Reference]) -> None:
 
 
 def test_ids_equal_transformers_with_experts_that_all_tokens_take(made: Callable[[str], Reference]) -> None:
+    """Steps of many tokens send each to the engines alone that have its experts."""
     reference = made("deepseek_v3_moe")
-    with make_llm(reference.path, **TWO, max_num_batched_tokens=48) as llm:
+    with make_llm(reference.path, **TWO) as llm:
         check_ids(llm, reference)
+        assert all(found["swapped_layers"] > 0 for found in counts(llm))
 
 
 def check_ids(llm: LLM, reference: Reference) -> None:
@@ -111,7 +113,11 @@ def test_ranks_of_engines(made: Callable[[str], Reference]) -> None:
     [
         ({"data_parallel_size": 1, "enable_eplb": True}, "no rank has some of the experts whole"),
         ({"enable_eplb": True, "eplb_policy": "none"}, "eplb_config.policy is 'none'; available: default"),
-        ({"eplb_config": {"num_redundant_experts": 2}}, "num_redundant_experts is 2; this version moves experts"),
+        ({"eplb_config": {"num_redundant_experts": 2}}, "num_redundant_experts is 2; use 0, or more with enable_eplb"),
+        (
+            {"eplb_config": {"enable_eplb": True, "num_redundant_experts": 99}},
+            r"is 99, and model\.layers\.0\.mlp has .* Use at most",
+        ),
         ({"eplb_config": {"step_interval": 0}}, "step_interval is 0; use at least 1"),
         ({"pipeline_parallel_size": 2}, "does not go with engines that share their experts"),
         ({"data_parallel_size_local": 1}, "are all on one host"),
@@ -130,9 +136,12 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
 SIZES = {"engines": TWO, "ranks": {"tensor_parallel_size": 2, "enable_expert_parallel": True}}
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", "engines"), ("deepseek_v3_moe", "ranks")])
+@pytest.mark.parametrize(
+    ("family", "sizes", "num_copies"),
+    [("qwen3_moe", "engines", 0), ("deepseek_v3_moe", "ranks", 0), ("qwen3_moe", "engines", 3)],
+)
 def test_experts_move_until_ranks_have_as_much_to_do(
-    made: Callable[[str], Reference], family: str, sizes: str, tmp_path: Path
+    made: Callable[[str], Reference], family: str, sizes: str, num_copies: int, tmp_path: Path
 ) -> None:
     """The router gives the first half of the experts, which one rank has, nearly all tokens. Ids stay, before, while and after moves."""
     folder, path = shutil.copytree(made(family).path, tmp_path / family), tmp_path / family / "model.safetensors"
@@ -148,7 +157,7 @@ def test_experts_move_until_ranks_have_as_much_to_do(
     prompts = made(family).prompts
     expected, gap = greedy_reference(str(folder), prompts, 32)
     assert gap > 1e-4
-    eplb = {"enable_eplb": True, "step_interval": 12, "window_size": 8}
+    eplb = {"enable_eplb": True, "step_interval": 12, "window_size": 8, "num_redundant_experts": num_copies}
     with make_llm(str(folder), **SIZES[sizes], eplb_config=eplb, max_num_batched_tokens=64) as llm:
         call = llm.llm_engine.client.call
         assert generate(llm, prompts, greedy(32)) == expected
@@ -162,4 +171,14 @@ def test_experts_move_until_ranks_have_as_much_to_do(
         found = balance_of(llm)
         assert found["moves"] > 0
         first, *later = found["balance"]
-        assert first < 0.85 and sum(later) / len(later) > first + 0.04, found
+        assert first < (0.95 if num_copies else 0.85) and sum(later) / len(later) > first + 0.04, found
+
+
+def test_copies_of_experts_that_a_checkpoint_has_in_one_tensor(made: Callable[[str], Reference]) -> None:
+    """Of six experts on two ranks: the second begins with the last one and copies of the first four."""
+    reference = made("gpt_oss")
+    eplb = {"enable_eplb": True, "num_redundant_experts": 4, "step_interval": 16, "window_size": 16}
+    with make_llm(reference.path, **SIZES["ranks"], eplb_config=eplb, max_num_batched_tokens=48) as llm:
+        for _ in range(2):
+            assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        assert balance_of(llm)["balance"]

@@ -31,8 +31,9 @@ from pelton.testing.models import make_tiny_checkpoint
 
 NUM_TOKENS = 16
 LENGTHS = (1, 5, 16, 33, 129, 200)
-# All tokens kept and a window, latents with experts. All families with the shares of two ranks: plugins/models/test_sharding.py.
-FAMILIES = ("gemma3", "deepseek_v3_moe")
+# All tokens kept and a window, latents with experts, caches that layers share. All families with the shares of two ranks:
+# plugins/models/test_sharding.py.
+FAMILIES = ("gemma3", "deepseek_v3_moe", "gemma4")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
+from pelton.ops.selector import reasons_against
 from pelton_backends.reference.moe import ReferenceMoe
+from pelton_plugins.models.experts import copies_of
 from pelton_plugins.weight_forms.groups import pack_minima, pack_scales
 
 SIZES = 72, 40  # hidden, of an expert
@@ -137,3 +139,58 @@ def check_whole_experts(
         first += count
     torch.testing.assert_close(total, want, atol=1e-4, rtol=1e-4)
     assert torch.equal(load, tensors.load)
+
+
+PLACES = (1, 0, 3, 2, 0, 4, 5, 1, 0)
+"""The expert at each place, of six."""
+
+
+def check_copies(
+    implementation: Any,
+    num_tokens: int,
+    tolerance: float = 1e-4,
+    device: str | torch.device = "cpu",
+    **experts: Any,
+) -> None:
+    """Three ranks with three places each add up to one rank with all experts, whole and, where it has them, by halves of the op. Rows take
+    an expert's places in turn, and every place counts its own."""
+    needs, tensors, x, slots = moe_case(
+        torch.device(device), RoutingSpec(num_experts=6, top_k=2), num_tokens, **experts
+    )
+    has_parts = "has_parts" in implementation.handles
+    assert tensors.load is not None
+    want, chosen = ReferenceMoe.bind(needs, tensors)(x, slots), ReferenceMoe.bind(needs, tensors).choose(x, slots)[0]
+    copies = copies_of(list(PLACES)).to(device)
+    places = [
+        [int(copies[expert, 1 + row % copies[expert, 0]]) if expert >= 0 else -1 for expert in pair]
+        for row, pair in enumerate(chosen.tolist())
+    ]
+    total, by_halves = torch.zeros_like(want), torch.zeros_like(want)
+    load = torch.zeros(len(PLACES), dtype=torch.int64, device=device)
+    for first in range(0, len(PLACES), 3):
+        held = [PLACES[place] for place in range(first, first + 3)]
+        part = replace(
+            tensors,
+            experts={name: one[held].clone() for name, one in tensors.experts.items()},
+            load=load,
+            copies=copies,
+        )
+        held_here = replace(needs.experts, first_expert=first, num_held=3)
+        own = replace(needs, experts=held_here, has_copies=True, has_parts=has_parts)
+        assert reasons_against(implementation, own) == []
+        op = implementation.bind(own, part)
+        if hasattr(op, "weights_loaded"):
+            op.weights_loaded()
+        result = op(x, slots)
+        total += result
+        if not has_parts:
+            continue
+        found = op.choose(x, slots)
+        assert [sorted(row) for row in found[0].tolist()] == [sorted(row) for row in places]
+        assert torch.equal(op.compute(x, *found), result), "the halves compute what the op does"
+        by_halves += op.compute(x.flip(0), *(one.flip(0) for one in found)).flip(0)
+    torch.testing.assert_close(total, want, atol=tolerance, rtol=tolerance)
+    if has_parts:
+        torch.testing.assert_close(by_halves, want, atol=tolerance, rtol=tolerance)
+    counts = torch.bincount(torch.tensor(places, dtype=torch.int64).flatten() + 1, minlength=len(PLACES) + 1)[1:]
+    assert torch.equal(load.cpu(), (3 if has_parts else 1) * counts)

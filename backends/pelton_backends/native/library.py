@@ -107,6 +107,12 @@ class Kernels:
         self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
         self.moe = _typed(library.pelton_moe, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
+        self.moe_choose = _unrecorded(
+            library.pelton_moe_choose, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p
+        )
+        self.moe_compute = _unrecorded(
+            library.pelton_moe_compute, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
+        )
         self.moe_pack = _unrecorded(library.pelton_moe_pack, c_int, c_void_p)
         self.embed = _typed(library.pelton_embed, None, POINTER(Embed), c_void_p, c_int64, c_void_p)
         self.quant = _typed(

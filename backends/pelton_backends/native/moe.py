@@ -25,7 +25,7 @@ class _Moe(Structure):
         ("gate_up", Linear), ("down", Linear), ("weight_stride", c_int64 * 2), ("bias_stride", c_int64 * 2),
         ("router", c_void_p), ("router_bias", c_void_p), ("correction", c_void_p), ("load", c_void_p),
         ("num_experts", c_int64), ("top_k", c_int64), ("num_groups", c_int64), ("top_groups", c_int64),
-        ("first_expert", c_int64), ("num_held", c_int64),
+        ("first_expert", c_int64), ("num_held", c_int64), ("copies", c_void_p), ("most_copies", c_int64),
         ("scale", c_float), ("router_dtype", c_int32), ("bias_dtype", c_int32), ("is_sigmoid", c_int32),
         ("is_renormalized", c_int32), ("is_top2", c_int32), ("scales_input", c_int32),
     )  # fmt: skip
@@ -43,6 +43,8 @@ class NativeMoe:
             "weight_format",
             "first_expert",
             "num_held",
+            "has_copies",
+            "has_parts",
         ]
     )
     is_recordable: ClassVar[bool] = True
@@ -73,6 +75,7 @@ class _BoundMoe:
         routing, spec, weights = needs.routing, needs.experts, tensors.experts
         kernels = library.kernels()
         self._run, self._pack, self._rest = kernels.moe, kernels.moe_pack, kernels.rest
+        self._choose, self._compute, self._top_k = kernels.moe_choose, kernels.moe_compute, routing.top_k
         self._kept = tensors  # the struct has their addresses
         matrices = [
             Linear(
@@ -91,12 +94,13 @@ class _BoundMoe:
             0 if bias is None else bias.stride(0) * bias.element_size()
             for bias in (weights.get("gate_up_bias"), weights.get("down_bias"))
         ]
-        bias = tensors.router_bias
+        bias, copies = tensors.router_bias, tensors.copies
         self.op = _Moe(
             matrices[0], matrices[1], (c_int64 * 2)(*strides), (c_int64 * 2)(*bias_strides), tensors.router.data_ptr(),
             _address(bias), _address(tensors.correction), _address(tensors.load), routing.num_experts, routing.top_k,
             routing.num_groups, routing.top_groups, spec.first_expert,
-            routing.num_experts if spec.num_held is None else spec.num_held, routing.scale, _dtype(tensors.router),
+            routing.num_experts if spec.num_held is None else spec.num_held, _address(copies),
+            0 if copies is None else copies.shape[1] - 1, routing.scale, _dtype(tensors.router),
             0 if bias is None else _dtype(bias), routing.scoring == "sigmoid", routing.is_renormalized,
             routing.group_score == "top2", routing.scales_input,
         )  # fmt: skip
@@ -114,11 +118,28 @@ class _BoundMoe:
     def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         x, slot_mapping = x.contiguous(), slot_mapping.contiguous()
         output = torch.empty_like(x)
-        if self._run(self._struct, x.data_ptr(), slot_mapping.data_ptr(), x.shape[0], output.data_ptr()):
-            raise EngineError(
-                f"A layer of experts found no memory for {x.shape[0]} rows. Give the process more memory."
-            )
+        _check(self._run(self._struct, x.data_ptr(), slot_mapping.data_ptr(), x.shape[0], output.data_ptr()), x)
         return output
+
+    def choose(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        x, slot_mapping = x.contiguous(), slot_mapping.contiguous()
+        places = torch.empty(len(x), self._top_k, dtype=torch.int32)
+        shares = torch.empty(len(x), self._top_k)
+        addresses = x.data_ptr(), slot_mapping.data_ptr(), len(x), places.data_ptr(), shares.data_ptr()
+        _check(self._choose(self._struct, *addresses), x)
+        return places, shares
+
+    def compute(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        x, places, weights = x.contiguous(), places.contiguous(), weights.contiguous()
+        output = torch.empty_like(x)
+        addresses = x.data_ptr(), places.data_ptr(), weights.data_ptr(), len(x), output.data_ptr()
+        _check(self._compute(self._struct, *addresses), x)
+        return output
+
+
+def _check(is_failed: int, x: Tensor) -> None:
+    if is_failed:
+        raise EngineError(f"A layer of experts found no memory for {x.shape[0]} rows. Give the process more memory.")
 
 
 def _address(tensor: Tensor | None) -> int | None:

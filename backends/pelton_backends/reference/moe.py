@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from pelton.ops.reference import ACTIVATIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from pelton.ops.moe import ExpertsSpec, Moe, MoeNeeds, MoeTensors, RoutingSpec
+    from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeParts, MoeTensors, RoutingSpec
 
 _OAI_ALPHA = 1.702
 
@@ -95,6 +97,8 @@ class ReferenceMoe:
             "first_expert",
             "num_held",
             "group_size",
+            "has_copies",
+            "has_parts",
         ]
     )
     is_recordable = False
@@ -108,7 +112,7 @@ class ReferenceMoe:
         return reasons
 
     @staticmethod
-    def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
+    def bind(needs: MoeNeeds, tensors: MoeTensors) -> MoeParts:
         routing, spec, weights = needs.routing, needs.experts, tensors.experts
         num_held = routing.num_experts if spec.num_held is None else spec.num_held
 
@@ -127,14 +131,19 @@ class ReferenceMoe:
             out = F.linear(inner, matrix("down", index, x.dtype), bias.get("down_bias")).float()
             return out if routing.scales_input else out * share
 
-        def moe(x: Tensor, slot_mapping: Tensor) -> Tensor:
+        def choose(x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
             logits = F.linear(x.float(), tensors.router.float())
             if tensors.router_bias is not None:
                 logits = logits + tensors.router_bias.float()
             chosen, share = route(logits, routing, tensors.correction)
-            chosen = chosen - spec.first_expert
-            is_here = (slot_mapping >= 0).unsqueeze(-1) & (chosen >= 0) & (chosen < num_held)
-            chosen = torch.where(is_here, chosen, num_held)
+            if tensors.copies is not None:  # each in turn
+                turn = torch.arange(len(x), device=x.device).unsqueeze(-1) % tensors.copies[chosen, 0]
+                chosen = tensors.copies[chosen, 1 + turn]
+            return torch.where((slot_mapping >= 0).unsqueeze(-1), chosen, -1).to(torch.int32), share
+
+        def compute(x: Tensor, places: Tensor, share: Tensor) -> Tensor:
+            chosen = places.long() - spec.first_expert
+            chosen = torch.where((places >= 0) & (chosen >= 0) & (chosen < num_held), chosen, num_held)
             if tensors.load is not None:
                 ones = torch.ones_like(chosen).flatten()
                 counts = torch.zeros(num_held + 1, dtype=torch.int64, device=x.device)
@@ -153,4 +162,22 @@ class ReferenceMoe:
                     result.index_add_(0, tokens, expert(index, x[tokens], share[tokens, place].unsqueeze(-1)))
             return result.to(x.dtype)
 
-        return moe
+        return _BoundReference(choose, compute)
+
+
+class _BoundReference:
+    def __init__(
+        self,
+        choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> None:
+        self._choose, self._compute = choose, compute
+
+    def choose(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        return self._choose(x, slot_mapping)
+
+    def compute(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        return self._compute(x, places, weights)
+
+    def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+        return self._compute(x, *self._choose(x, slot_mapping))

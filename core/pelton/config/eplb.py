@@ -17,7 +17,7 @@ class EPLBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     step_interval: int = 3000
     """Steps between two moves."""
     num_redundant_experts: int = 0
-    """Copies of experts; 0 alone is offered."""
+    """Places beyond one for each expert: the most loaded ones have copies there."""
     log_balancedness: bool = False
     """Log at each move how even the load was: the mean over ranks by the largest."""
     policy: str = "default"
@@ -27,8 +27,7 @@ class EPLBConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name in ("window_size", "step_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"eplb_config.{name} is {getattr(self, name)}; use at least 1.")
-        if self.num_redundant_experts:
+        if self.num_redundant_experts < 0 or (self.num_redundant_experts and not self.enable_eplb):
             raise ConfigError(
-                f"eplb_config.num_redundant_experts is {self.num_redundant_experts}; this version moves experts and makes no copies of "
-                "them. Use 0."
+                f"eplb_config.num_redundant_experts is {self.num_redundant_experts}; use 0, or more with enable_eplb."
             )

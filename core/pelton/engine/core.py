@@ -130,29 +130,18 @@ class EngineCore:
             entry,
             Scheduler,  # type: ignore[type-abstract]
             SchedulerContext(
-                config=config.scheduler,
-                kv_manager=self._kv,
-                max_model_len=self.model.max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                block_sizes=[group.spec.block_size for group in self.plan.groups],
-                vocab_size=self.model.vocab_size,
-                hasher=hasher,
-                policy=policy,
-                steps_are_ordered=self._executor.steps_are_ordered,
-                max_steps_in_flight=self._max_steps_in_flight + self._launches_past_masks,
-                grammar_source=self._grammars,
+                config=config.scheduler, kv_manager=self._kv, max_model_len=self.model.max_model_len,
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+                block_sizes=[group.spec.block_size for group in self.plan.groups], vocab_size=self.model.vocab_size,
+                hasher=hasher, policy=policy, steps_are_ordered=self._executor.steps_are_ordered,
+                max_steps_in_flight=self._max_steps_in_flight + self._launches_past_masks, grammar_source=self._grammars,
                 proposer=None if num_device_drafts else make_draft_proposer(config, self.model, plugins, self._metrics),
-                num_draft_tokens=num_device_drafts,
-                connector=self._make_connector(),
-                adapters=adapter_loads(config, self._executor),
-                context_tokens=self._context_tokens,
-                min_acceptance_rate=config.speculative.min_acceptance_rate,
-                engine_config=config,
-                metrics=self._metrics,
+                num_draft_tokens=num_device_drafts, connector=self._make_connector(),
+                adapters=adapter_loads(config, self._executor), context_tokens=self._context_tokens,
+                min_acceptance_rate=config.speculative.min_acceptance_rate, engine_config=config, metrics=self._metrics,
                 is_pooling=self.model.is_pooling,
             ),
-        )
+        )  # fmt: skip
 
     def _make_connector(self) -> SchedulerConnector | None:
         found = find_connector(self.config, self.model, self.plugins, self.plan, self._metrics)
@@ -171,17 +160,11 @@ class EngineCore:
             note = f"KV cache: {num_layers} layers take the memory of {num_places}, so that groups are of equal size"
             report = msgspec.structs.replace(report, notes=[*report.notes, note])
         return EngineInfo(
-            report=report,
-            num_blocks=plan.num_blocks,
-            block_size=block_size,
-            kv_cache_bytes=sum(tensor.size_bytes for tensor in plan.tensors),
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=self.model.max_model_len,
-            phase_s=dict(report.phase_s),
-            plugin_digest=self.plugins.digest(),
-            cache_config=settings,
-        )
+            report=report, num_blocks=plan.num_blocks, block_size=block_size,
+            kv_cache_bytes=sum(tensor.size_bytes for tensor in plan.tensors), max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens, max_model_len=self.model.max_model_len,
+            phase_s=dict(report.phase_s), plugin_digest=self.plugins.digest(), cache_config=settings,
+        )  # fmt: skip
 
     # Requests.
 

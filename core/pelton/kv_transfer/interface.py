@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pelton.config import EngineConfig
 from pelton.errors import NotSupportedError
@@ -33,6 +33,8 @@ class ConnectorContext:
     config: EngineConfig
     model: ResolvedModel
     plan: KVCachePlan
+    rank: int = 0
+    """Of the half's worker among the engine's: the ranks of one stage follow each other."""
     metrics: PluginMetrics = field(default_factory=PluginMetrics)
     """Counters of its own. Of the half in the scheduler: what the half in a worker counts is shown nowhere."""
 
@@ -49,6 +51,9 @@ class TransferEnd:
 
 class KVConnector(ABC):
     """A connector as a plugin offers it. Both functions may raise `ConfigError` for what it cannot serve."""
+
+    serves_ranks: ClassVar[bool] = False
+    """It keeps the parts apart that several ranks have of a block (`rank`); else it is refused with more than one."""
 
     @staticmethod
     @abstractmethod
@@ -120,7 +125,7 @@ class WorkerConnector(ABC):
 
     @abstractmethod
     def take_finished(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Request ids whose (sending, receiving) finished since the last call."""
+        """Request ids whose (sending, receiving) finished since the last call; over where every rank has said so."""
 
     def shutdown(self) -> None:  # noqa: B027
         """Finish what was begun: the engine ends. Called once, outside any step."""

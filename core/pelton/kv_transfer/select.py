@@ -16,6 +16,7 @@ def find_connector(
     plugins: Plugins,
     plan: KVCachePlan,
     metrics: PluginMetrics | None = None,
+    rank: int = 0,
 ) -> tuple[type[KVConnector], ConnectorContext] | None:
     """Return the connector and what its halves are made from; None without one. Raises `ConfigError` for an unknown name."""
     name = config.kv_transfer.kv_connector
@@ -24,5 +25,5 @@ def find_connector(
     entry = plugins.find("pelton_kv_connectors", name, setting="kv_transfer_config.kv_connector")
     connector: type[KVConnector] = entry.resolve()
     return connector, ConnectorContext(
-        name=entry.name, config=config, model=model, plan=plan, metrics=metrics or PluginMetrics()
+        name=entry.name, config=config, model=model, plan=plan, metrics=metrics or PluginMetrics(), rank=rank
     )

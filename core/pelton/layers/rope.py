@@ -108,22 +108,15 @@ def rope_parameters(
         factor = 1.0 if rope_type == "proportional" else max_positions / original
     share = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     return RopeParameters(
-        rope_type=rope_type,
-        theta=float(given.get("rope_theta") or theta or hf.get("rope_theta") or 10000.0),
+        rope_type=rope_type, theta=float(given.get("rope_theta") or theta or hf.get("rope_theta") or 10000.0),
         rotary_dim=head_dim if rope_type == "proportional" else int(head_dim * share),
-        max_position_embeddings=max_positions,
-        factor=float(factor),
-        original_max_position_embeddings=original,
+        max_position_embeddings=max_positions, factor=float(factor), original_max_position_embeddings=original,
         low_freq_factor=float(given.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
-        attention_factor=given.get("attention_factor"),
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
-        mscale=float(given.get("mscale") or 0.0),
-        mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
-        truncate=bool(given.get("truncate", True)),
-        share=float(share) if rope_type == "proportional" else 1.0,
-    )
+        high_freq_factor=float(given.get("high_freq_factor", 4.0)), attention_factor=given.get("attention_factor"),
+        beta_fast=float(given.get("beta_fast") or 32.0), beta_slow=float(given.get("beta_slow") or 1.0),
+        mscale=float(given.get("mscale") or 0.0), mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
+        truncate=bool(given.get("truncate", True)), share=float(share) if rope_type == "proportional" else 1.0,
+    )  # fmt: skip
 
 
 def cos_sin_table(parameters: RopeParameters, max_len: int) -> Tensor:

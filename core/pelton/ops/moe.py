@@ -6,7 +6,7 @@ Transformers (arXiv:2101.03961), section 2; groups and correction: DeepSeek-V3 (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,7 +54,8 @@ class ExpertsSpec:
     first_expert: int = optional(0)
     num_held: int | None = optional(None)
     """Expert parallelism: this rank has these alone, from `first_expert` on, each whole, and E is `num_held` in the shapes above. It
-    leaves to other ranks what those they have give. None: it has all, of each a part."""
+    leaves to other ranks what those they have give. None: it has all, of each a part. Where experts have copies (`MoeTensors.copies`)
+    these are places, not numbers of experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,8 @@ class MoeNeeds:
     has_router_bias: bool = optional(False)
     counts_load: bool = optional(False)  # `MoeTensors.load` is there
     num_engines: int = optional(1)  # that share the experts: `MoeTensors.exchange` is there where there are several
+    has_copies: bool = optional(False)  # `MoeTensors.copies` is there
+    has_parts: bool = optional(False)  # `choose` and `compute` of the bound op are called too (`MoeParts`)
 
 
 class TokenExchange(Protocol):
@@ -73,6 +76,15 @@ class TokenExchange(Protocol):
 
     rank: int
     size: int
+    rows: Sequence[int]
+    """Tokens of each engine in this step, at most; empty where nobody else is there. All go one way: `gather`, `scatter`, or two swaps."""
+
+    def swap(
+        self, rows: Tensor, counts: Sequence[int], back: Sequence[int] | None = None
+    ) -> tuple[Tensor, Sequence[int]]:
+        """Send `counts[r]` of the rows [sum(counts), W] to each engine r, one part after another. Return what came, in order of engine, and
+        how many from each. back: how many will come, in the answer to a first call."""
+        ...
 
     def gather(self, rows: Tensor) -> Tensor:
         """[T, W] of this engine -> [size x M, W] of all, in order of engine. M >= T is the same for all; each one's rows are followed by
@@ -94,8 +106,12 @@ class MoeTensors:
     experts: dict[str, Tensor]  # by the names of `ExpertsSpec`
     router_bias: Tensor | None = None  # [E]
     correction: Tensor | None = None  # [E] float32
-    load: Tensor | None = None  # [E] int64: how many tokens each expert that this rank has was given; added to
+    load: Tensor | None = None  # [E], of copies [P], int64: how many tokens each that this rank has was given; added to
     exchange: TokenExchange | None = None
+    copies: Tensor | None = (
+        None  # [E, 1 + C] int32: how many of the P places have an expert, and which; row t takes the (t mod n)-th
+    )
+    held_by: Sequence[range] = ()  # of each engine: places of its rank that the exchange is with
 
 
 class Moe(Protocol):
@@ -104,6 +120,18 @@ class Moe(Protocol):
 
         slot_mapping [T] int64: a token with -1 is padding, chooses no expert, and gets zeros. Nothing is asked of the device.
         """
+        ...
+
+
+class MoeParts(Moe, Protocol):
+    """The halves of the op, for tokens that are on their way between them."""
+
+    def choose(self, x: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the places of each token's experts among those of all ranks [T, k] int32, -1 of padding, and their weights float32."""
+        ...
+
+    def compute(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """[T, H] -> [T, H], partial, of such a choice."""
         ...
 
 

@@ -157,8 +157,12 @@ class _Checks:
                 yield from _differs(f"reduce_scatter {dtype} {shape} along {dim}", found, exact)
 
     def all_to_all(self) -> Iterator[str]:
-        for least in (0, 1, 3):
-            counts = [[least + (source + target) % 3 for target in range(self.size)] for source in range(self.size)]
+        tables = [
+            [[least + (source + target) % 3 for target in range(self.size)] for source in range(self.size)]
+            for least in (0, 1, 3)
+        ]
+        nothing = [0] * self.size
+        for counts in [*tables, [nothing, *tables[1][1:]], [nothing] * self.size]:
             parts = [self.given(rank, (sum(counts[rank]), 4), torch.float32) for rank in range(self.size)]
             received = [counts[source][self.rank] for source in range(self.size)]
             exact = torch.cat([torch.split(parts[rank], counts[rank])[self.rank] for rank in range(self.size)])

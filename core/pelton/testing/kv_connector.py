@@ -60,23 +60,33 @@ def page_content(token_ids: Sequence[int], salt: str | None, layer: str) -> Tens
 class TwoHalves:
     """An engine with one request at a time. Blocks of requests that are over are overwritten as soon as they are free."""
 
-    def __init__(self, connector: type[KVConnector], model: ResolvedModel, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, connector: type[KVConnector], model: ResolvedModel, settings: dict[str, Any], num_ranks: int = 1
+    ) -> None:
         plan = make_plan([full_spec(BLOCK_SIZE)], NUM_BLOCKS)
-        context = ConnectorContext(
-            name="under_test", config=EngineConfig.from_flat(kv_transfer_config=settings), model=model, plan=plan
-        )
-        self.name = context.name
-        self.scheduler, self.worker = connector.for_scheduler(context), connector.for_worker(context)
-        self.pages = {layer: torch.zeros(NUM_BLOCKS, PAGE_BYTES, dtype=torch.uint8) for layer in LAYERS}
-        self.worker.register_kv_caches(self.pages, "conformance suite")
+        config = EngineConfig.from_flat(kv_transfer_config=settings, tensor_parallel_size=num_ranks)
+        contexts = [
+            ConnectorContext(name="under_test", config=config, model=model, plan=plan, rank=rank)
+            for rank in range(num_ranks)
+        ]
+        self.name = contexts[0].name
+        self.scheduler = connector.for_scheduler(contexts[0])
+        self.workers = [connector.for_worker(context) for context in contexts]
+        self.pages: dict[str, Tensor] = {}  # of all ranks: each has a part of its own of every block
+        for rank, worker in enumerate(self.workers):
+            pages = {layer: torch.zeros(NUM_BLOCKS, PAGE_BYTES, dtype=torch.uint8) for layer in LAYERS}
+            worker.register_kv_caches(pages, "conformance suite")
+            self.pages |= {f"{layer} of rank {rank}" if rank else layer: page for layer, page in pages.items()}
         self._free = list(range(1, NUM_BLOCKS))
         self._step_id = self._num_requests = 0
         self._freed_slots: list[int] = []
+        self._said: list[tuple[str, str]] = []  # by ranks: what is over, of which request
         self._sent: set[str] = set()
         self._received: set[str] = set()
 
     def close(self) -> None:
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
 
     def serve(
         self,
@@ -118,7 +128,7 @@ class TwoHalves:
             if request_id in until:
                 return
             self.step(SchedulerOutput(step_id=0))
-        pytest.fail(f"{type(self.worker).__name__} never reports {what} for {request_id}, in {MAX_STEPS} steps")
+        pytest.fail(f"{type(self.workers[0]).__name__} never reports {what} for {request_id}, in {MAX_STEPS} steps")
 
     def step(self, output: SchedulerOutput, compute: Any = None) -> list[int]:
         """One step of both halves; returns the blocks that could not be loaded. compute: what the model does in between."""
@@ -127,14 +137,20 @@ class TwoHalves:
         output.freed_slots, self._freed_slots = self._freed_slots, []
         metadata = self.scheduler.build_metadata(output)
         assert isinstance(metadata, bytes), f"build_metadata returns a {type(metadata).__name__}; it must be bytes"
-        self.worker.start_load(metadata)
+        for worker in self.workers:
+            worker.start_load(metadata)
         if compute is not None:
             compute()
-        self.worker.wait_for_save()
-        sending, receiving = self.worker.take_finished()
-        self._sent.update(sending)
-        self._received.update(receiving)
-        return list(self.worker.take_invalid_block_ids())
+        invalid: set[int] = set()
+        for worker in self.workers:
+            worker.wait_for_save()
+            sending, receiving = worker.take_finished()
+            self._said += [("sending", name) for name in sending] + [("receiving", name) for name in receiving]
+            invalid.update(worker.take_invalid_block_ids())
+        for what, name in set(self._said):
+            if self._said.count((what, name)) == len(self.workers):
+                (self._sent if what == "sending" else self._received).add(name)
+        return sorted(invalid)
 
     def take_blocks(self, count: int) -> list[int]:
         taken, self._free = self._free[:count], self._free[count:]
@@ -303,14 +319,14 @@ class KVConnectorConformance:
 
     @pytest.fixture
     def start(self, folder: Path, model: ResolvedModel) -> Any:
-        """`start()` gives one more engine over the same data."""
+        """`start()` gives one more engine over the same data; `start(num_ranks=2)` one of two ranks."""
         engines: list[TwoHalves] = []
 
-        def make(role: str = "kv_both") -> TwoHalves:
+        def make(role: str = "kv_both", num_ranks: int = 1) -> TwoHalves:
             settings = {
                 "kv_connector": "under_test", "kv_role": role, "kv_connector_extra_config": self.extra_config(folder),
             }  # fmt: skip
-            engines.append(TwoHalves(self.connector, model, settings))
+            engines.append(TwoHalves(self.connector, model, settings, num_ranks))
             return engines[-1]
 
         yield make
@@ -368,6 +384,17 @@ class KVConnectorConformance:
     def test_preemption_while_a_save_is_under_way(self, start: Any) -> None:
         self._save(start, is_preempted=True)
         assert not start().serve(self.prompt).invalid
+
+    def test_parts_of_several_ranks_are_kept_apart(self, start: Any) -> None:
+        """Engines of as many ranks get them, and no others."""
+        if not self.connector.serves_ranks:
+            pytest.skip("KVConnector.serves_ranks is False: it is refused with several ranks")
+        for num_ranks in (2, 1, 2, 3):
+            engine = start(num_ranks=num_ranks)
+            served = engine.serve(self.prompt)  # fails where another rank's part is brought as if it were right
+            engine.close()
+            assert not served.invalid
+        assert start(num_ranks=2).serve(self.prompt).num_brought > 0
 
     def test_a_request_that_is_over_is_forgotten(self, start: Any) -> None:
         engine = start()

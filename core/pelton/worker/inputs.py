@@ -66,16 +66,10 @@ def common_metadata(state: BatchTensors, buffers: InputBuffers, group: int, shap
     width = min(-(-shape.max_seq_len // block_size), state.block_tables[group].shape[1])
     common = shape.common_prefix_blocks
     return CommonMetadata(
-        query_start_loc=buffers.query_start_loc[: num_rows + 1],
-        seq_lens=buffers.seq_lens[:num_rows],
+        query_start_loc=buffers.query_start_loc[: num_rows + 1], seq_lens=buffers.seq_lens[:num_rows],
         block_table=buffers.block_tables[group][:num_rows, : width * buffers.blocks_per_block[group]],
-        slot_mapping=buffers.slot_mapping[group][:num_tokens],
-        num_reqs=num_rows,
-        num_tokens=num_tokens,
-        num_actual_tokens=shape.num_tokens,
-        num_decode_rows=shape.num_decode_rows,
-        num_decode_tokens=shape.num_decode_rows,
-        max_query_len=shape.max_query_len,
-        max_seq_len=shape.max_seq_len,
+        slot_mapping=buffers.slot_mapping[group][:num_tokens], num_reqs=num_rows, num_tokens=num_tokens,
+        num_actual_tokens=shape.num_tokens, num_decode_rows=shape.num_decode_rows, num_decode_tokens=shape.num_decode_rows,
+        max_query_len=shape.max_query_len, max_seq_len=shape.max_seq_len,
         common_prefix_len=common[group] * block_size if common else 0,
-    )
+    )  # fmt: skip

@@ -155,6 +155,8 @@ def unseen() -> AbstractContextManager[Any]:
 
 def tensor_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
     """View the memory there as a flat tensor."""
+    if not count:
+        return torch.empty(0, dtype=dtype)
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype, count=count)
 

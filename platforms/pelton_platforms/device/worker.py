@@ -128,7 +128,9 @@ class DeviceWorker(Worker):
                 raise self._memory.why_no_cache(plan, self.config.kv_cache, error) from error
             except torch.OutOfMemoryError as error:
                 raise self._memory.why_no_state() from error
-            found = find_connector(self.config, self.model_info, self.plugins, plan)
+            stages = self.parallel.stages
+            rank = self.parallel.rank + (0 if stages is None else stages.rank * self.parallel.size)
+            found = find_connector(self.config, self.model_info, self.plugins, plan, rank=rank)
             if found is not None:
                 connector, context = found
                 self.runner.add_connector(context.name, connector.for_worker(context))
@@ -214,7 +216,9 @@ class DeviceWorker(Worker):
         found = dict(zip(counters, total.tolist(), strict=True))
         for name, load in found.items():  # experts may have changed places
             placement = getattr(model.get_submodule(name), "placement", range(len(load)))
-            found[name] = [count for _, count in sorted(zip(placement, load, strict=True))]
+            found[name] = [0] * (max(placement) + 1)
+            for expert, count in zip(placement, load, strict=True):
+                found[name][expert] += count
         return found
 
     @torch.inference_mode()

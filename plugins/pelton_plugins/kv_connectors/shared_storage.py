@@ -2,16 +2,19 @@
 
 A file holds one block of all layers. Its name is the block's chain hash over tokens, salt and extras, so its content is what
 any engine with the same weights would compute. A file that is missing, truncated or not of this model is a miss: its tokens
-are computed. This file is the connector's settings and its half in the scheduler; `block_files` has the worker's half.
+are computed. Of several ranks each has files with its part of a block, in a folder of its own; all of them are needed. This file
+is the connector's settings and its half in the scheduler; `block_files` has the worker's half.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from pelton.config.parallel import ParallelConfig
 from pelton.errors import ConfigError, RequestError
 from pelton.kv_cache.hashing import BlockHasher, placeholder_hashes
 from pelton.kv_cache.interface import BlockIds
@@ -53,6 +56,8 @@ class RequestTransfer:
 
 
 class SharedStorage(KVConnector):
+    serves_ranks = True
+
     @staticmethod
     def for_scheduler(context: ConnectorContext) -> SchedulerConnector:
         role = context.config.kv_transfer.kv_role
@@ -63,13 +68,16 @@ class SharedStorage(KVConnector):
             loads=role.loads,
             saves=role.saves,
             metrics=context.metrics,
+            rank_folders=rank_folders(context.config.parallel),
         )
 
     @staticmethod
     def for_worker(context: ConnectorContext) -> WorkerConnector:
         from pelton_plugins.kv_connectors.block_files import StorageWorker
 
-        return StorageWorker(storage_folder(context))
+        folder = storage_folder(context) / rank_folders(context.config.parallel)[context.rank]
+        folder.mkdir(parents=True, exist_ok=True)
+        return StorageWorker(folder)
 
 
 def read_transfer(request: EngineRequest) -> RequestTransfer:
@@ -107,6 +115,15 @@ def storage_folder(context: ConnectorContext) -> Path:
     return folder
 
 
+def rank_folders(parallel: ParallelConfig) -> list[str]:
+    """Return the folder of each rank's files within the model's, which one rank has for itself. Ranks of other sizes have other parts."""
+    if parallel.num_ranks == 1:
+        return [""]
+    sizes = f"tp{parallel.tensor_parallel_size}-dcp{parallel.decode_context_parallel_size}-pp{parallel.pipeline_parallel_size}"
+    sizes = "-".join([sizes, *map(str, parallel.pipeline_layer_partition or ())])
+    return [f"{sizes}/rank{rank}" for rank in range(parallel.num_ranks)]
+
+
 def block_size(context: ConnectorContext) -> int:
     """Tokens of a block. Raises `ConfigError` for a model whose layers keep different tokens."""
     groups = context.plan.groups
@@ -141,10 +158,18 @@ class StorageScheduler(SchedulerConnector):
     """Looks for files when a request is admitted, and names the blocks to save once their content is known to be finite."""
 
     def __init__(
-        self, name: str, folder: Path, size: int, *, loads: bool, saves: bool, metrics: PluginMetrics | None = None
+        self,
+        name: str,
+        folder: Path,
+        size: int,
+        *,
+        loads: bool,
+        saves: bool,
+        metrics: PluginMetrics | None = None,
+        rank_folders: Sequence[str] = ("",),
     ) -> None:
         self.name = name
-        self._folder, self._size = folder, size
+        self._folders, self._size = [folder / name for name in rank_folders], size
         self._loads, self._saves = loads, saves
         self._hasher = BlockHasher(HASH, size)
         self._tokens = (metrics or PluginMetrics()).counter(
@@ -179,7 +204,7 @@ class StorageScheduler(SchedulerConnector):
         first = num_computed_tokens // self._size
         count = 0
         for block_hash in prompt.hashes[first : (len(request.prompt_token_ids) - 1) // self._size]:
-            if not block_path(self._folder, block_hash).exists():
+            if not self._is_there(block_hash):
                 break
             count += 1
         return count * self._size, False
@@ -223,12 +248,16 @@ class StorageScheduler(SchedulerConnector):
             if slot in self._by_slot:
                 self._by_slot[slot].table += block_ids
 
+    def _is_there(self, block_hash: bytes) -> bool:
+        """Every rank has its part."""
+        return all(block_path(folder, block_hash).exists() for folder in self._folders)
+
     def _unsaved(self, prompt: _Prompt) -> list[tuple[bytes, int]]:
-        """(hash, block id) of what it computed and no file has."""
+        """(hash, block id) of what it computed and files do not have."""
         found = [
             (block_hash, block_id)
             for block_hash, block_id in zip(prompt.hashes[prompt.start :], prompt.table[prompt.start :], strict=False)
-            if not block_path(self._folder, block_hash).exists()
+            if not self._is_there(block_hash)
         ]
         prompt.num_saved += len(found) * self._size
         self._tokens.inc(len(found) * self._size, direction="saved")

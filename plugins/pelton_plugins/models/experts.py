@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
@@ -114,7 +114,8 @@ class SparseMoe(nn.Module):
     """The norm, the router and its experts (`add_norm_moe`), and what every token takes beside them."""
 
     expert_load: Tensor | None = None
-    """[E] int64, with `count_expert_load`: the tokens that the expert at each place was given so far, of this rank's places."""
+    """[E], with copies [P], int64, with `count_expert_load`: the tokens that the expert at each place was given so far, of this rank's
+    places."""
     group_size: int
     """Experts among which a router chooses groups first; all, where it does not."""
 
@@ -143,22 +144,29 @@ class SparseMoe(nn.Module):
         super().__init__()
         parallel = config.parallel
         first, num_held, width = 0, None, intermediate_size
+        num_places = routing.num_experts + _num_redundant(config, routing.num_experts, prefix)
         if config.has_whole_experts:
-            first, num_held = _held(parallel, routing.num_experts, prefix)
+            first, num_held = _held(parallel, num_places, prefix)
         else:
             width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
         group_size = None
         if make_experts is None:
-            shards = _shards(config, f"{prefix}.{names.experts}.{first}", hidden_size, intermediate_size, width, names)
+            some = f"{prefix}.{names.experts}.{first % routing.num_experts}"
+            shards = _shards(config, some, hidden_size, intermediate_size, width, names)
             weight_format, group_size = _form(config, list(shards.values()))
         spec = ExpertsSpec(
             hidden_size=hidden_size, intermediate_size=width, activation=_activation(activation), limit=limit,
             has_bias=has_bias, weight_format=weight_format, group_size=group_size, first_expert=first, num_held=num_held,
         )  # fmt: skip
         self.routing, self.norm, self.shared = routing, norm, shared
-        self.placement = list(range(routing.num_experts))
+        self.placement = [place % routing.num_experts for place in range(num_places)]
+        self.copies: Tensor | None = None
         self.group_size = routing.num_experts // routing.num_groups
-        self.places = places_of_ranks(parallel, routing.num_experts) if config.has_whole_experts else []
+        if num_places > routing.num_experts:
+            table = copies_of(self.placement)
+            self.copies, self.group_size = config.empty(*table.shape, dtype=table.dtype), num_places
+            self.copies.copy_(table)
+        self.places = places_of_ranks(parallel, num_places) if config.has_whole_experts else []
         self.has_all = num_held is None
         self.router = _parameter(config, routing.num_experts, hidden_size)
         config.weights.expect(f"{prefix}.{names.router}.weight", tuple(self.router.shape), self.router)
@@ -185,14 +193,14 @@ class SparseMoe(nn.Module):
         moe = MoeNeeds(
             dtype=config.dtype_name, routing=routing, experts=spec, max_num_tokens=config.max_num_batched_tokens,
             has_router_bias=has_bias, counts_load=_counts_load(config),
-            num_engines=1 if parallel.experts is None else parallel.experts.size,
+            num_engines=1 if parallel.experts is None else parallel.experts.size, has_copies=self.copies is not None,
         )  # fmt: skip
         if moe.counts_load:
-            self.expert_load = config.empty(routing.num_experts, dtype=torch.int64).zero_()
-        experts = dict(self.experts.items())
+            self.expert_load = config.empty(num_places, dtype=torch.int64).zero_()
         tensors = MoeTensors(
-            self.router, experts, self.router_bias, self.correction, self.expert_load, parallel.experts
-        )
+            self.router, dict(self.experts.items()), self.router_bias, self.correction, self.expert_load, parallel.experts,
+            self.copies, held_by=self.places[parallel.rank :: parallel.size],
+        )  # fmt: skip
         self.add_norm_moe: AddNormMoe = config.ops.bind(
             "add_norm_moe", AddNormMoeNeeds(dtype=config.dtype_name, norm=norm.spec, tp_size=parallel.size, moe=moe),
             AddNormMoeTensors(norm.weight, tensors, None, config.all_reduce(hidden_size)),
@@ -216,11 +224,10 @@ class SparseMoe(nn.Module):
         return result, residual
 
     def place_experts(self, placement: list[int], ranks: Communicator) -> None:
-        """Bring experts to other places, on all ranks at once, between two steps: `placement[i]` is the expert that place i gets. Rows of
-        the router follow, so that the op knows nothing of it."""
-        old = {expert: place for place, expert in enumerate(self.placement)}
-        source = [old[expert] for expert in placement]
+        """Bring experts to other places, on all ranks at once, between two steps: `placement[i]` is the expert that place i gets. Where
+        there are no copies, rows of the router follow, so that the op knows nothing of it."""
         owner = [rank for rank, places in enumerate(self.places) for _ in places]
+        source = _sources(self.placement, placement, owner)
         mine, here = ranks.rank, self.places[ranks.rank]
         sent = [[source[p] - here.start for p in places if owner[source[p]] == mine] for places in self.places]
         got = [[p - here.start for p in here if owner[source[p]] == rank] for rank in range(ranks.size)]
@@ -231,18 +238,62 @@ class SparseMoe(nn.Module):
             )  # as bytes: kernels have an order of their own
             found = ranks.all_to_all(part, [len(one) for one in sent], [len(one) for one in got])
             tensor.data[targets] = found.view(tensor.dtype).view(len(targets), *tensor.shape[1:])
-        for moved in (self.router, self.router_bias, self.correction):
+        if self.copies is not None:
+            self.copies.copy_(copies_of(placement))
+        for moved in (self.router, self.router_bias, self.correction) if self.copies is None else ():
             if moved is not None:
                 moved.data.copy_(moved.data[source])
         if self.expert_load is not None:
-            load = ranks.all_reduce(self.expert_load.clone())[source]
-            self.expert_load.zero_()[here.start : here.stop] = load[here.start : here.stop]
+            totals = [0] * self.routing.num_experts
+            for expert, count in zip(self.placement, ranks.all_reduce(self.expert_load.clone()).tolist(), strict=True):
+                totals[expert] += count
+            self.expert_load.zero_()
+            for place in here:  # the first of an expert's places has it all
+                if placement.index(placement[place]) == place:
+                    self.expert_load[place] = totals[placement[place]]
         self.placement = placement
+
+
+def copies_of(placement: list[int]) -> Tensor:
+    """Return `MoeTensors.copies` of the expert at each place. Experts begin with different ones of their places, so that steps of few
+    tokens do not all go to one rank."""
+    num_experts = max(placement) + 1
+    table = torch.zeros(num_experts, 2 + len(placement) - num_experts, dtype=torch.int32)
+    for expert in range(num_experts):
+        places = [place for place, other in enumerate(placement) if other == expert]
+        begin = expert % len(places)
+        table[expert, 0] = len(places)
+        table[expert, 1 : 1 + len(places)] = torch.tensor(places[begin:] + places[:begin])
+    return table
+
+
+def _sources(old: list[int], new: list[int], owner: list[int]) -> list[int]:
+    """Return the place whose expert each place gets: itself, else one of its rank, else any."""
+    places: dict[int, list[int]] = {}
+    for place, expert in enumerate(old):
+        places.setdefault(expert, []).append(place)
+    found = []
+    for place, expert in enumerate(new):
+        near = [other for other in places[expert] if owner[other] == owner[place]]
+        found.append(place if old[place] == expert else (near or places[expert])[0])
+    return found
 
 
 def _counts_load(config: BuildConfig) -> bool:
     is_balanced = config.engine_config is not None and config.engine_config.eplb.enable_eplb
     return is_balanced or config.plugin_settings(NAME, ModelSettings).count_expert_load
+
+
+def _num_redundant(config: BuildConfig, num_experts: int, prefix: str) -> int:
+    """Return how many places there are beyond one for each expert."""
+    if config.engine_config is None or not config.has_whole_experts:
+        return 0
+    count = config.engine_config.eplb.num_redundant_experts
+    if count > num_experts:
+        raise ConfigError(
+            f"eplb_config.num_redundant_experts is {count}, and {prefix} has {num_experts} experts. Use at most {num_experts}."
+        )
+    return count
 
 
 def _check_method(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> None:
@@ -328,10 +379,10 @@ def _stored_experts(
     return made
 
 
-def experts_here(spec: ExpertsSpec, num_experts: int) -> range:
-    """Return those of which this rank has anything."""
+def experts_here(spec: ExpertsSpec, num_experts: int) -> Sequence[int]:
+    """Return those of which this rank has anything, in the order of their places, as they are loaded."""
     count = num_experts if spec.num_held is None else spec.num_held
-    return range(spec.first_expert, spec.first_expert + count)
+    return [place % num_experts for place in range(spec.first_expert, spec.first_expert + count)]
 
 
 def places_of_ranks(parallel: ParallelContext, num_experts: int) -> list[range]:

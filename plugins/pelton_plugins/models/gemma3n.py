@@ -7,19 +7,20 @@ T tokens, H hidden size, A streams, E numbers of a layer's own input.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
-from pelton.errors import ConfigError
-from pelton.layers.decoder import Decoder
-from pelton.layers.embedding import LMHead, VocabEmbedding
-from pelton.layers.linear import RowParallelLinear
+from pelton.layers.linear import RowParallelLinear, ShardLinear, merged_shards
 from pelton.layers.norm import RMSNorm
 from pelton.model.build import BuildConfig
+from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
 from pelton.ops.reference import ACTIVATIONS
 from pelton_plugins.models.gemma4 import Gemma4Attention
-from pelton_plugins.models.normed import NormedLinear, whole_shard
+from pelton_plugins.models.normed import NormedLinear
+from pelton_plugins.models.own_inputs import OwnInputsDecoder, num_joined, whole_matrix
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 _LEAST_MAGNITUDE = 1e-5
@@ -90,8 +91,8 @@ class Gemma3nDecoderLayer(nn.Module):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(size, config=config, prefix=f"{prefix}.{name}")
 
-        def matrix(name: str, columns: int, rows: int) -> RowParallelLinear:
-            return RowParallelLinear(columns, rows, config=config, prefix=f"{prefix}.{name}")
+        def matrix(name: str, columns: int, rows: int) -> ShardLinear:
+            return whole_matrix(columns, rows, config=config, prefix=f"{prefix}.{name}")
 
         self.altup = Gemma3nAltUp(config=config, prefix=f"{prefix}.altup")
         self.input_layernorm = norm("input_layernorm")
@@ -108,17 +109,23 @@ class Gemma3nDecoderLayer(nn.Module):
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
         widths, mlp = hf.intermediate_size, f"{prefix}.mlp"
         width = widths[index] if isinstance(widths, list) else widths
-        self.gate_up_proj = NormedLinear(
-            [whole_shard(f"{mlp}.{name}", width, size) for name in ("gate_proj", "up_proj")],
-            norm=self.pre_feedforward_layernorm, config=config,
-        )  # fmt: skip
-        self.down_proj = matrix("mlp.down_proj", width, size)
+        parallel = config.parallel
+        own_width = parallel.share(width, "intermediate_size")
+        rows = (parallel.rank * own_width, (parallel.rank + 1) * own_width)
+        shards = merged_shards(mlp, None, [(name, width, rows) for name in ("gate_proj", "up_proj")], size)
+        self.gate_up_proj = NormedLinear(shards, norm=self.pre_feedforward_layernorm, is_summed=True, config=config)
+        self.down_proj = RowParallelLinear(width, size, config=config, prefix=f"{mlp}.down_proj")
+        self.all_reduce, self.num_ranks = config.all_reduce(size), parallel.size
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         self.activation = ACTIVATIONS[_ACTIVATIONS[hf.get("hidden_activation", "gelu_pytorch_tanh")]]
         shares = hf.get("activation_sparsity_pattern") or 0.0
         share = float(shares[index] if isinstance(shares, list) else shares)
         # Of a normal distribution, how many deviations above the mean that share of numbers ends.
         self.deviations = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(share))) if share > 0.0 else None
+        self.sum_moments: AllReduce | None = None
+        if self.deviations is not None and parallel.size > 1:
+            needs = AllReduceNeeds(dtype="float32", hidden_size=3, tp_size=parallel.size)
+            self.sum_moments = config.ops.bind("all_reduce", needs, AllReduceTensors(parallel))
         own = hf.hidden_size_per_layer_input
         self.per_layer_input_gate = matrix("per_layer_input_gate", size, own)
         self.per_layer_projection = matrix("per_layer_projection", own, size)
@@ -131,10 +138,11 @@ class Gemma3nDecoderLayer(nn.Module):
         normed = self.input_layernorm(active)
         beside = normed + self.post_laurel_norm(self.laurel_right(self.laurel_left(normed)))
         attended, _ = self.self_attn(active.clone(), batch)
-        x = (active + self.post_attention_layernorm(attended) + beside) * 2.0**-0.5
+        x = (active + self.post_attention_layernorm(self._sum(attended)) + beside) * 2.0**-0.5
         gate_up, _ = self.gate_up_proj(x.clone(), None)
         gate, up = gate_up.chunk(2, dim=-1)
-        x = x + self.post_feedforward_layernorm(self.down_proj(self.activation(self._largest(gate)) * up))
+        output = self._sum(self.down_proj(self.activation(self._largest(gate)) * up))
+        x = x + self.post_feedforward_layernorm(output)
         corrected = self.altup.correct(predicted, x)
         first = self.activation(self.per_layer_input_gate(self.altup.scaled(corrected[self.altup.active]))) * own_input
         corrected[1:] += self.post_per_layer_input_norm(self.per_layer_projection(first))
@@ -144,73 +152,61 @@ class Gemma3nDecoderLayer(nn.Module):
         """Return by how much gates exceed the least that is kept; zero for the others."""
         if self.deviations is None:
             return gate
-        mean, deviation = gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, unbiased=False)
+        if self.sum_moments is None:
+            mean, deviation = gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, unbiased=False)
+        else:  # of the gates of all ranks, each with as many: Chan et al., Updating Formulae (1979)
+            own = gate.float()
+            own_mean, own_variance = own.mean(-1, keepdim=True), own.var(-1, keepdim=True, unbiased=False)
+            sums = self.sum_moments(torch.cat([own_mean, own_mean.square(), own_variance], dim=-1))
+            mean, squares, variance = (sums / self.num_ranks).split(1, dim=-1)
+            deviation = (variance + (squares - mean.square()).clamp(min=0)).sqrt().to(gate.dtype)
+            mean = mean.to(gate.dtype)
         return torch.relu(gate - (mean + deviation * self.deviations))
 
+    def _sum(self, partial: Tensor) -> Tensor:
+        return partial if self.all_reduce is None else self.all_reduce(partial)
 
-class Gemma3nForCausalLM(Decoder):
+
+class Gemma3nForCausalLM(OwnInputsDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf, model = config.hf, f"{prefix}model"
-        if config.parallel.size > 1:
-            raise ConfigError("Gemma 3n runs on one rank in this version: set tensor_parallel_size to 1.")
-        size, self.own_size = hf.hidden_size, hf.hidden_size_per_layer_input
-        self.embed_tokens = VocabEmbedding(
-            hf.vocab_size, size, scale=size**0.5, config=config, prefix=f"{model}.embed_tokens"
-        )
-        self.num_own_ids = hf.vocab_size_per_layer_input
-        all_inputs = hf.num_hidden_layers * self.own_size
-        self.embed_tokens_per_layer = VocabEmbedding(
-            self.num_own_ids,
-            all_inputs,
-            scale=self.own_size**0.5,
-            config=config,
-            prefix=f"{model}.embed_tokens_per_layer",
-        )
+        size, others = hf.hidden_size, range(hf.altup_num_inputs - 1)
+        self.shape_before = (hf.altup_num_inputs,)
+        self.make_inputs(config, model, hf.hidden_size_per_layer_input)
 
-        def matrix(name: str, rows: int) -> RowParallelLinear:
-            return RowParallelLinear(size, rows, config=config, prefix=f"{model}.{name}")
+        def matrices(name: str, *, are_here: bool) -> nn.ModuleList:
+            if not are_here:
+                config.weights.ignore(rf"{re.escape(model)}\.{name}\..*")
+            found = others if are_here else ()
+            return nn.ModuleList(
+                whole_matrix(size, size, config=config, prefix=f"{model}.{name}.{index}") for index in found
+            )
 
-        self.per_layer_model_projection = matrix("per_layer_model_projection", all_inputs)
-        self.per_layer_projection_norm = RMSNorm(
-            self.own_size, config=config, prefix=f"{model}.per_layer_projection_norm"
-        )
-        others = range(hf.altup_num_inputs - 1)
-        self.altup_projections = nn.ModuleList(matrix(f"altup_projections.{index}", size) for index in others)
-        self.altup_unembed_projections = nn.ModuleList(
-            matrix(f"altup_unembed_projections.{index}", size) for index in others
-        )
+        self.altup_projections = matrices("altup_projections", are_here=self._stage == 0)
+        self.altup_unembed_projections = matrices("altup_unembed_projections", are_here=self._stage == self._last)
         self.layers = nn.ModuleList(
             Gemma3nDecoderLayer(index, config=config, prefix=f"{model}.layers.{index}", model_prefix=model)
-            for index in range(hf.num_hidden_layers)
+            for index in self.own_layers(config, f"{model}.layers", num_joined=num_joined(config))
         )
         self.norm = RMSNorm(size, config=config, prefix=f"{model}.norm")
-        self.lm_head = LMHead(
-            norm=self.norm, embedding=self.embed_tokens, tied=hf.get("tie_word_embeddings", True),
-            soft_cap=hf.get("final_logit_softcapping"), config=config, prefix=f"{prefix}lm_head",
+        self.lm_head = self.make_head(
+            config, f"{prefix}lm_head", norm=self.norm, is_tied=bool(hf.get("tie_word_embeddings", True)),
+            soft_cap=hf.get("final_logit_softcapping"),
         )  # fmt: skip
 
-    def forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        hidden = self.embed_tokens(batch.input_ids)
-        own_inputs = self._own_inputs(batch.input_ids, hidden)
-        streams = torch.stack([hidden, *(_as_large(matrix(hidden), hidden) for matrix in self.altup_projections)])
-        for layer in self.layers:
-            assert isinstance(layer, Gemma3nDecoderLayer)
-            streams = layer(streams, own_inputs[:, layer.index], batch)
-        first = streams[0]
+    def entered(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [A, T, H]"""
+        return torch.stack([hidden, *(_as_large(matrix(hidden), hidden) for matrix in self.altup_projections)])
+
+    def left(self, x: Tensor) -> Tensor:
+        """[A, T, H] -> [T, H]"""
+        first = x[0]
         rest = [
             _as_large(matrix(stream), first)
-            for matrix, stream in zip(self.altup_unembed_projections, streams[1:], strict=True)
+            for matrix, stream in zip(self.altup_unembed_projections, x[1:], strict=True)
         ]
-        return torch.stack([first, *rest]).mean(0), None
-
-    def _own_inputs(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
-        """[T, layers, E]: half of the token alone, half of its embedding."""
-        shape = (-1, self.own_size)
-        projected = self.per_layer_model_projection(hidden) * hidden.shape[1] ** -0.5
-        of_hidden = self.per_layer_projection_norm(projected.unflatten(1, shape))
-        known = torch.where(input_ids < self.num_own_ids, input_ids, 0)
-        return (of_hidden + self.embed_tokens_per_layer(known).unflatten(1, shape)) * 2.0**-0.5
+        return torch.stack([first, *rest]).mean(0)
 
 
 def _as_large(x: Tensor, like: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ dtype while they load.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,10 +111,11 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
         expect(f"{prefix}.down_proj", (count, whole, hidden), down, fill=partial(_fill_down, **pieces))
     bias = tensors["gate_up_bias"].data
     expect(f"{prefix}.gate_up_proj_bias", (count, 2 * whole), bias, fill=partial(_fill_gate_up_bias, **pieces))
-    holds_bias = len(held) < count or parallel.rank == 0  # sums over ranks have it once
+    holds_bias = spec.num_held is not None or parallel.rank == 0  # sums over ranks have it once
     tensors["down_bias"].data.zero_()
     down_bias = tensors["down_bias"].data if holds_bias else None
-    expect(f"{prefix}.down_proj_bias", (count, hidden), down_bias, dim=0, start=held.start, stop=held.stop)
+    fill = None if down_bias is None else partial(_fill_rows, held=held)
+    expect(f"{prefix}.down_proj_bias", (count, hidden), down_bias, fill=fill)
     return tensors
 
 
@@ -123,7 +124,12 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def _fill_packed(
-    weight: LazyWeight, target: Tensor, *, put: partial[None], held: range, repack: Callable[[Tensor], Tensor] | None
+    weight: LazyWeight,
+    target: Tensor,
+    *,
+    put: partial[None],
+    held: Sequence[int],
+    repack: Callable[[Tensor], Tensor] | None,
 ) -> None:
     """Each expert's blocks [rows, blocks, 16] in the op's order, or scales [rows, blocks], into [rows, columns] of the target."""
     whole = torch.empty(weight.shape, dtype=torch.uint8, device=target.device)
@@ -158,36 +164,48 @@ def _put_down(rows: Tensor, target: Tensor, *, first: int, width: int) -> None:
     target.copy_(rows[:, first : first + width])
 
 
-def _fill_gate_up(weight: LazyWeight, target: Tensor, *, first: int, width: int, held: range) -> None:
+def _fill_gate_up(weight: LazyWeight, target: Tensor, *, first: int, width: int, held: Sequence[int]) -> None:
     for index, one in zip(held, target, strict=True):
         _put_gate_up(weight.read(0, index, index + 1)[0].t(), one, first=first, width=width)
 
 
-def _fill_down(weight: LazyWeight, target: Tensor, *, first: int, width: int, held: range) -> None:
+def _fill_down(weight: LazyWeight, target: Tensor, *, first: int, width: int, held: Sequence[int]) -> None:
     for index, one in zip(held, target, strict=True):
         _put_down(weight.read(0, index, index + 1)[0].t(), one, first=first, width=width)
 
 
-def _fill_gate_up_bias(weight: LazyWeight, target: Tensor, *, first: int, width: int, held: range) -> None:
-    for one, row in zip(target, weight.read(0, held.start, held.stop), strict=True):
+def _fill_gate_up_bias(weight: LazyWeight, target: Tensor, *, first: int, width: int, held: Sequence[int]) -> None:
+    for one, row in zip(target, _read(weight, held), strict=True):
         _put_gate_up(row, one, first=first, width=width)
+
+
+def _fill_rows(weight: LazyWeight, target: Tensor, *, held: Sequence[int]) -> None:
+    target.copy_(_read(weight, held))
+
+
+def _read(weight: LazyWeight, held: Sequence[int]) -> Tensor:
+    """Return these experts' parts of a tensor [E, ...]."""
+    first, last = held[0], held[-1] + 1
+    if last - first == len(held):
+        return weight.read(0, first, last)
+    return torch.cat([weight.read(0, index, index + 1) for index in held])
 
 
 class _Mxfp4Halves:
     """A matrix of each expert that is here; all come as two tensors in any order: blocks [E, rows, blocks, 16] uint8, of which each byte
     holds two numbers, the lower four bits first, and scales [E, rows, blocks] uint8, exponents of two."""
 
-    def __init__(self, put: partial[None], held: range) -> None:
+    def __init__(self, put: partial[None], held: Sequence[int]) -> None:
         self._put, self._held = put, held
         self._blocks: Tensor | None = None
         self._scales: Tensor | None = None
 
     def take_blocks(self, weight: LazyWeight, target: Tensor) -> None:
-        self._blocks = weight.read(0, self._held.start, self._held.stop).to(torch.uint8)
+        self._blocks = _read(weight, self._held).to(torch.uint8)
         self._decode(target)
 
     def take_scales(self, weight: LazyWeight, target: Tensor) -> None:
-        self._scales = weight.read(0, self._held.start, self._held.stop).to(torch.uint8)
+        self._scales = _read(weight, self._held).to(torch.uint8)
         self._decode(target)
 
     def _decode(self, target: Tensor) -> None:

@@ -21,16 +21,24 @@ class NormedLinear(LinearModule):
     """This rank's rows of some matrices, below each other, and the norm before them (`add_norm_linear`)."""
 
     def __init__(
-        self, shards: Sequence[LinearShard], *, norm: RMSNorm, config: BuildConfig, bias: bool = False
+        self,
+        shards: Sequence[LinearShard],
+        *,
+        norm: RMSNorm,
+        config: BuildConfig,
+        bias: bool = False,
+        is_summed: bool = False,
     ) -> None:
-        """shards: of whole columns."""
+        """shards: of whole columns. is_summed: every rank has the whole sum of what it is called with."""
         weights = config.quantization.create(config, shards, bias=bias)
         super().__init__(weights)
         self.sizes = [shard.rows[1] - shard.rows[0] for shard in shards]
         needs = AddNormLinearNeeds(
-            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, tp_size=config.parallel.size
-        )
-        tensors = AddNormLinearTensors(norm.weight, weights, None, config.all_reduce(shards[0].num_cols))
+            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec,
+            tp_size=1 if is_summed else config.parallel.size,
+        )  # fmt: skip
+        all_reduce = None if is_summed else config.all_reduce(shards[0].num_cols)
+        tensors = AddNormLinearTensors(norm.weight, weights, None, all_reduce)
         self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
         self.adapter = config.adapter_layer(shards, norm=norm, base=BaseProduct("add_norm_linear", needs, tensors))
 

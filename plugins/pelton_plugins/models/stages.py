@@ -38,10 +38,11 @@ class StagedDecoder(Decoder):
         self._stage, self._last = (0, 0) if stages is None else (stages.rank, stages.size - 1)
         self._made_of = config.dtype, config.hf.hidden_size, config.hf.vocab_size
 
-    def own_layers(self, config: BuildConfig, prefix: str) -> range:
-        """Return the layers of this stage, of those called `{prefix}.0` and on; the others' tensors stay in the checkpoint."""
+    def own_layers(self, config: BuildConfig, prefix: str, *, num_joined: int = 1) -> range:
+        """Return the layers of this stage, of those called `{prefix}.0` and on; the others' tensors stay in the checkpoint. num_joined:
+        the last layers that have to be in one stage."""
         total = config.hf.num_hidden_layers
-        counts = _counts(config, total, self._last + 1)
+        counts = _counts(config, total, self._last + 1, num_joined)
         if self._stages is None:
             return range(total)
         first = sum(counts[: self._stage])
@@ -102,8 +103,9 @@ class StagedDecoder(Decoder):
         if self._stage == 0:
             hidden = self.embed_tokens(batch.input_ids)
         else:
-            hidden = self._received(batch)
-            residual = self._received(batch) if self.carries_residual else None
+            shape = len(batch.input_ids), self._made_of[1]
+            hidden = self._received(batch, *shape)
+            residual = self._received(batch, *shape) if self.carries_residual else None
         layers: list[Any] = list(self.layers)
         cut = layers.pop() if tokens is not None and self._stage == self._last else None
         for layer in layers:
@@ -121,27 +123,35 @@ class StagedDecoder(Decoder):
             return torch.zeros(len(rows), self._made_of[2], device=rows.device)
         return super().compute_logits(hidden, rows)
 
-    def _received(self, batch: ForwardBatch) -> Tensor:
+    def _received(self, batch: ForwardBatch, *shape: int) -> Tensor:
         assert self._stages is not None
-        dtype, hidden_size, _ = self._made_of
-        made = torch.empty(len(batch.input_ids), hidden_size, dtype=dtype, device=batch.input_ids.device)
+        made = torch.empty(shape, dtype=self._made_of[0], device=batch.input_ids.device)
         return self._stages.recv(made, self._stage - 1)
 
 
-def _counts(config: BuildConfig, total: int, num_stages: int) -> Sequence[int]:
+def _counts(config: BuildConfig, total: int, num_stages: int, num_joined: int) -> Sequence[int]:
     """Layers of each stage: as the setting says; else as equal as can be, stages in front of the last, which has the head too, with
-    one more."""
+    one more. The last one has at least `num_joined`."""
     given = None if config.engine_config is None else config.engine_config.parallel.pipeline_layer_partition
     if given is None:
         each, more = divmod(total, num_stages)
         given = [each + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages)]
+        if given[-1] < num_joined and num_stages > 1:
+            each, more = divmod(total - num_joined, num_stages - 1)
+            given = [*(each + (stage < more) for stage in range(num_stages - 1)), num_joined]
         if min(given) < 1 and num_stages > 1:
+            joined = f", of which the last {num_joined} share a cache and stay together" if num_joined > 1 else ""
             raise ConfigError(
-                f"pipeline_parallel_size is {num_stages}, and the model has {total} layers. Use at most {total}."
+                f"pipeline_parallel_size is {num_stages}, and the model has {total} layers{joined}. Use at most {total - num_joined + 1}."
             )
     elif len(given) != num_stages or sum(given) != total or min(given) < 1:
         raise ConfigError(
             f"pipeline_layer_partition is {', '.join(map(str, given))}; give {num_stages} numbers of 1 or more "
             f"(pipeline_parallel_size) that add up to the model's {total} layers."
+        )
+    elif given[-1] < num_joined and num_stages > 1:
+        raise ConfigError(
+            f"pipeline_layer_partition is {', '.join(map(str, given))}, and the model's last {num_joined} layers, of which some read the "
+            f"keys and values of others, have to be in one stage. Give the last stage {num_joined} or more."
         )
     return given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pelton_moe_case import ROUTINGS, SIZES, check_moe, check_whole_experts, moe_case
+from pelton_moe_case import ROUTINGS, SIZES, check_copies, check_moe, check_whole_experts, moe_case
 
 from pelton.ops.moe import RoutingSpec
 from pelton_backends.native.moe import NativeMoe
@@ -47,6 +47,17 @@ def test_whole_experts_of_several_ranks(num_tokens: int, isa: str) -> None:
     routing = RoutingSpec(num_experts=6, top_k=2)
     made = moe_case(CPU, routing, num_tokens, activation="swiglu_oai", limit=0.5, has_bias=True)
     check_whole_experts(NativeMoe, *made, counts=(3, 3))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+def test_copies_of_experts_and_halves_of_the_op(num_tokens: int, isa: str) -> None:
+    check_copies(NativeMoe, num_tokens, sizes=IN_PANELS)
+    check_copies(NativeMoe, num_tokens, activation="swiglu_oai", limit=0.5, has_bias=True)
+
+
+def test_rows_in_several_parts_take_their_turn() -> None:
+    """More pairs than fit the op's memory at once."""
+    check_copies(NativeMoe, 2000, 1e-3, sizes=(2048, 256))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])

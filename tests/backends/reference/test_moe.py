@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pelton_moe_case import ROUTINGS, check_whole_experts, moe_case
+from pelton_moe_case import ROUTINGS, check_copies, check_whole_experts, moe_case
 
 from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
 from pelton_backends.reference.moe import ReferenceMoe, route
@@ -128,3 +128,8 @@ def test_whole_experts_of_several_ranks(name: str) -> None:
     made = moe_case(torch.device("cpu"), ROUTINGS[name], 11)
     num_experts = ROUTINGS[name].num_experts
     check_whole_experts(ReferenceMoe, *made, counts=(2, num_experts - 3, 1))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+def test_copies_of_experts_and_halves_of_the_op(num_tokens: int) -> None:
+    check_copies(ReferenceMoe, num_tokens)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pelton_moe_case import ROUTINGS, check_moe, check_whole_experts, moe_case
+from pelton_moe_case import ROUTINGS, check_copies, check_moe, check_whole_experts, moe_case
 
 from pelton.ops.interface import NormSpec
 from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, Moe, MoeNeeds, MoeTensors, RoutingSpec
@@ -36,6 +36,12 @@ def test_whole_experts_of_several_ranks(num_tokens: int, device: torch.device) -
     routing = RoutingSpec(num_experts=6, top_k=2)
     form = {"weight_format": "mxfp4", "activation": "swiglu_oai", "limit": 0.5, "has_bias": True}
     check_whole_experts(TritonMoe, *moe_case(device, routing, num_tokens, sizes=(96, 160), **form), counts=(2, 4))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_copies_of_experts(num_tokens: int, device: torch.device) -> None:
+    check_copies(TritonMoe, num_tokens, device=device)
+    check_copies(TritonMoe, num_tokens, device=device, activation="swiglu_oai", limit=0.5, has_bias=True)
 
 
 @pytest.mark.parametrize("num_tokens", [3, 40])

@@ -92,3 +92,12 @@ def test_groups_move_whole_or_within() -> None:
     assert {expert // 2 for expert in new[:2]} in ({0}, {1}, {2}, {3})
     within = EvenLoad().place([9, 1, 8, 1, 1, 1], range(6), (3, 3), 6)
     assert {0, 2} - set(within[:3]) and {0, 2} - set(within[3:])
+
+
+def test_the_most_loaded_experts_get_copies_on_different_ranks() -> None:
+    load, before = [120, 40, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 0, 1]
+    new = EvenLoad().place(load, before, (4, 4), 8)
+    assert 0 in new[:4] and 0 in new[4:] and 1 in new[:4] and 1 in new[4:] and set(new) == set(range(6))
+    assert EvenLoad().place(load, new, (4, 4), 8) == new, "an even load stays"
+    moved = EvenLoad().place([1, 1, 1, 1, 90, 1], new, (4, 4), 8)
+    assert 4 in moved[:4] and 4 in moved[4:]

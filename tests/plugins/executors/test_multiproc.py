@@ -27,6 +27,8 @@ from pelton_plugins.executors.multiproc import messages
 from pelton_plugins.executors.multiproc.executor import MultiProcExecutor, usable_bytes
 from pelton_plugins.executors.multiproc.rank import own_plan
 from pelton_plugins.executors.multiproc.ring import RingReader, RingWriter, make_ring_file
+from pelton_plugins.executors.multiproc.transfers import JoinedTransfers
+from pelton_plugins.kv_connectors.shared_storage import SharedStorage
 
 GONE_WITHIN_S = 1.5
 
@@ -159,10 +161,34 @@ def test_a_model_that_does_not_divide_is_refused_with_its_reason():
         make_executor(tensor_parallel_size=3)
 
 
-def test_a_connector_is_refused_where_ranks_share_a_block():
+def test_a_connector_that_does_not_know_of_ranks_is_refused_where_they_share_a_block(monkeypatch):
+    monkeypatch.setattr(SharedStorage, "serves_ranks", False)
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with pytest.raises(ConfigError, match=f"{name} is 2, which does not go with kv_transfer_config"):
+        with pytest.raises(ConfigError, match=f"{name} is 2.*with the KV connector 'shared_storage'.*serves_ranks"):
             make_executor(**{name: 2}, kv_connector="shared_storage")
+
+
+def told(step_id, **lists) -> ModelOutput:
+    return ModelOutput(step_id=step_id, **lists)
+
+
+def test_a_transfer_is_over_when_every_rank_says_so_and_a_block_is_invalid_when_one_does():
+    joined = JoinedTransfers(2, telling_rank=1)
+    assert joined.take(0, told(1, finished_sending=["a", "b"], invalid_block_ids=[7]), is_open=True) is None
+    assert joined.take(0, told(2, finished_receiving=["c"]), is_open=True) is None
+    first = joined.take(1, told(1, token_ids=[[5]], finished_sending=["b"], invalid_block_ids=[3, 7]), is_open=True)
+    assert first == told(1, token_ids=[[5]], finished_sending=["b"], invalid_block_ids=[3, 7])
+    second = joined.take(1, told(2, finished_sending=["a"], finished_receiving=["c"]), is_open=True)
+    assert second == told(2, finished_sending=["a"], finished_receiving=["c"])
+
+
+def test_what_ranks_say_with_a_step_that_failed_is_told_with_the_next():
+    joined = JoinedTransfers(2, telling_rank=0)
+    assert joined.take(1, told(1, finished_sending=["a"]), is_open=True) is None
+    joined.forget(1)
+    assert joined.take(0, told(1, finished_sending=["a"]), is_open=False) is None
+    assert joined.take(0, told(2), is_open=True) is None
+    assert joined.take(1, told(2), is_open=True) == told(2, finished_sending=["a"])
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,9 @@ def _connector(scheduler=StorageScheduler, worker=StorageWorker) -> type[KVConne
             "test_its_half_in_the_scheduler_has_the_name_it_was_given",
             "'mine'; metadata is sent under",
         ),
+        (_connector(), "test_parts_of_several_ranks_are_kept_apart", "were brought with other content"),
     ],
-    ids=["too-early", "salts", "never-done", "late-copy", "name"],
+    ids=["too-early", "salts", "never-done", "late-copy", "name", "ranks"],
 )
 def test_a_wrong_connector_fails_with_what_it_did(connector, test, message, tmp_path):
     suite = TestSharedStorage()
@@ -114,8 +115,8 @@ def test_a_wrong_connector_fails_with_what_it_did(connector, test, message, tmp_
         "kv_connector": "x", "kv_connector_extra_config": suite.extra_config(Path(tmp_path / "stored")),
     }  # fmt: skip
 
-    def start():
-        return TwoHalves(connector, model, settings)
+    def start(num_ranks=1):
+        return TwoHalves(connector, model, settings, num_ranks)
 
     options = (
         {"chunk": None} if "failed" in test else {"options": {"num_decodes": 0}} if "another_engine" in test else {}

@@ -11,9 +11,7 @@ from pelton.parallel.context import ParallelContext
 from pelton.testing.models import FAMILIES, make_tiny_checkpoint
 
 
-@pytest.mark.parametrize(
-    "family", [name for name in FAMILIES if name not in ("gemma4", "gemma3n")], indirect=True, scope="session"
-)  # which run on one rank
+@pytest.mark.parametrize("family", list(FAMILIES), indirect=True, scope="session")
 def test_two_ranks_sum_to_one(checkpoint, make_driver, token_ids):
     steps = [token_ids[:50], token_ids[50:51], token_ids[51:60]]
     driver = make_driver(checkpoint)

@@ -9,10 +9,13 @@ import pytest
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
+from pelton.layers.decoder import Decoder
+from pelton.model.build import BuildConfig
 from pelton.model.registry import build_model
 from pelton.parallel.context import ParallelContext
 from pelton.plugins import load_plugins
 from pelton.testing.model_driver import make_test_build
+from pelton_plugins.models.llama import LlamaForCausalLM
 
 HF = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5, "num_attention_heads": 2,
@@ -81,12 +84,50 @@ def test_what_stages_cannot_do_is_refused(
         make(0, num_stages, architecture, **settings)
 
 
-def test_a_model_that_does_not_run_in_stages_is_refused() -> None:
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    kinds = ["sliding_attention", "full_attention"]
-    hf = {
-        "layer_types": [*kinds, *kinds, kinds[0]], "rope_parameters": dict.fromkeys(kinds, rope), "global_head_dim": 8,
-        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2; Gemma4ForCausalLM does not run in stages"):
-        make(0, 2, "Gemma4ForCausalLM", hf)
+KINDS = ["sliding_attention", "full_attention"]
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SHARED = {  # layers 3 and 4 read the keys and values of layers 1 and 2
+    "layer_types": [*KINDS, *KINDS, KINDS[0]], "rope_parameters": dict.fromkeys(KINDS, ROPE),
+    "global_head_dim": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64,
+    "laurel_rank": 4, "altup_num_inputs": 2, "intermediate_size": 24,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3nForCausalLM", "Gemma4ForCausalLM"])
+@pytest.mark.parametrize("num_stages, settings", [(2, {}), (2, {"pipeline_layer_partition": (1, 4)})])
+def test_layers_that_share_a_cache_are_in_one_stage(
+    architecture: str, num_stages: int, settings: dict[str, Any]
+) -> None:
+    """And each tensor of the checkpoint in one stage, but for the last norm and the tied embedding."""
+    made = [make(stage, num_stages, architecture, SHARED, **settings) for stage in range(num_stages)]
+    assert [len(model.layers) for model, _ in made] == [1, 4]
+    first, last = (set(build.weights.expected()) for _, build in made)
+    assert first & last == {"model.norm.weight", "model.embed_tokens.weight"}
+    assert first | last == set(make(0, 1, architecture, SHARED)[1].weights.expected())
+
+
+@pytest.mark.parametrize(
+    "num_stages, settings, message",
+    [
+        (3, {}, "has 5 layers, of which the last 4 share a cache and stay together. Use at most 2"),
+        (
+            2,
+            {"pipeline_layer_partition": (2, 3)},
+            "pipeline_layer_partition is 2, 3, and the model's last 4 layers, .* Give the last stage 4 or more",
+        ),
+    ],
+)
+def test_stages_that_would_part_layers_from_their_cache_are_refused(
+    num_stages: int, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(0, num_stages, "Gemma4ForCausalLM", SHARED, **settings)
+
+
+def test_a_model_that_does_not_run_in_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(self: LlamaForCausalLM, *, config: BuildConfig, prefix: str = "") -> None:
+        Decoder.__init__(self, config=config)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", whole)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 2; LlamaForCausalLM does not run in stages"):
+        make(0, 2)

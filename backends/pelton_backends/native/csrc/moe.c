@@ -27,6 +27,10 @@ struct moe_call {
     const int64_t *slots;
     char *output;
     int64_t num_tokens, num_pairs; /* num_pairs: with a place */
+    int64_t first_token;           /* of all that the op is called with */
+    int32_t *chosen;               /* [tokens, k], with their shares: the experts' places among those of all ranks; or NULL */
+    float *chosen_shares;
+    int only_chooses;              /* `chosen` is what is wanted; else it is given */
     float *logits;                 /* [tokens, experts] */
     int32_t *experts, *places;     /* [tokens, k], ascending by expert, counted from the first that is here; of padding and others -1 */
     float *shares;                 /* [tokens, k] */
@@ -118,6 +122,20 @@ static void keep_groups(const struct moe *op, const float *choice, char *is_take
         is_taken[i] = !is_kept[i / size];
 }
 
+/* The place of a token's expert: of several each takes its turn, by the token's number. */
+INLINE int64_t place_of(const struct moe *op, int64_t expert, int64_t token) {
+    if (op->copies == NULL)
+        return expert;
+    const int32_t *row = op->copies + expert * (1 + op->most_copies);
+    return row[1 + token % row[0]];
+}
+
+/* The same place, counted from the first that is here; -1 of others. */
+INLINE int32_t place_here(const struct moe *op, int64_t place) {
+    int64_t here = place - op->first_expert;
+    return here >= 0 && here < op->num_held ? (int32_t)here : -1;
+}
+
 /* A token's experts, ascending, and their weights. Those that are not here get -1. */
 static void run_choose(void *context, int64_t token, struct turn *turn) {
     const struct moe_call *call = context;
@@ -129,7 +147,7 @@ static void run_choose(void *context, int64_t token, struct turn *turn) {
     (void)turn;
     if (call->slots[token] < 0) {
         for (int64_t j = 0; j < k; j++)
-            experts[j] = -1;
+            experts[j] = -1, shares[j] = 0.0f;
         return;
     }
     make_scores(op, call->logits + token * count, scores);
@@ -149,9 +167,25 @@ static void run_choose(void *context, int64_t token, struct turn *turn) {
     for (int64_t j = 0; j < k; j++)
         shares[j] = (op->is_renormalized ? shares[j] / (sum + 1e-20f) : shares[j]) * op->scale;
     for (int64_t j = 0; j < k; j++) {
-        int64_t here = experts[j] - op->first_expert;
-        experts[j] = here >= 0 && here < op->num_held ? (int32_t)here : -1;
+        int64_t place = place_of(op, experts[j], call->first_token + token);
+        experts[j] = call->only_chooses ? (int32_t)place : place_here(op, place);
     }
+}
+
+/* Logits, and the experts of each token. */
+static void choose_all(struct moe_call *call) {
+    const struct moe *op = call->op;
+    int64_t tokens = call->num_tokens, tasks = tokens * ((op->num_experts + ROUTER_TASK - 1) / ROUTER_TASK);
+    pool_do((struct pool_work){.run = run_router, .context = call, .num_tasks = tasks, .has_shares = 1,
+                          .is_small = tokens * op->num_experts * op->gate_up.in_features <= 1 << 16});
+    pool_do((struct pool_work){.run = run_choose, .context = call, .num_tasks = tokens, .has_shares = 1,
+                          .is_small = tokens * op->num_experts <= 1 << 12});
+}
+
+/* Take the choice that is given. */
+static void take_chosen(struct moe_call *call) {
+    for (int64_t pair = 0; pair < call->num_tokens * call->op->top_k; pair++)
+        call->experts[pair] = place_here(call->op, call->chosen[pair]), call->shares[pair] = call->chosen_shares[pair];
 }
 
 /* Give every pair its place. */
@@ -375,11 +409,10 @@ static int run_tokens(struct moe_call *call) {
     struct part *parts = cut(&memory, most_parts * (int64_t)sizeof *parts);
     char *inner = cut(&memory, pairs * op->down.in_features * element), *outer = cut(&memory, pairs * op->down.out_features * element);
     call->packed = memory;
-    int64_t router_tasks = tokens * ((op->num_experts + ROUTER_TASK - 1) / ROUTER_TASK);
-    pool_do((struct pool_work){.run = run_router, .context = call, .num_tasks = router_tasks, .has_shares = 1,
-                          .is_small = tokens * op->num_experts * op->gate_up.in_features <= 1 << 16});
-    pool_do((struct pool_work){.run = run_choose, .context = call, .num_tasks = tokens, .has_shares = 1,
-                          .is_small = tokens * op->num_experts <= 1 << 12});
+    if (call->chosen == NULL)
+        choose_all(call);
+    else
+        take_chosen(call);
     sort_pairs(call);
     multiply(call, 0, parts, NULL, inner);
     multiply(call, 1, parts, inner, outer);
@@ -388,19 +421,54 @@ static int run_tokens(struct moe_call *call) {
     return *call->failed;
 }
 
-/* x [num_tokens, hidden], slots [num_tokens] (-1: padding) -> output [num_tokens, hidden]. 1: no memory. */
-EXPORT int pelton_moe(const struct moe *op, const void *x, const int64_t *slots, int64_t num_tokens, void *output) {
+/* Some tokens' places and shares. */
+static int choose_tokens(struct moe_call *call) {
+    char *memory = pelton_shared((size_t)(call->num_tokens * call->op->num_experts * 4));
+    if (memory == NULL)
+        return 1;
+    call->logits = (float *)memory, call->experts = call->chosen, call->shares = call->chosen_shares;
+    choose_all(call);
+    return 0;
+}
+
+/* Tokens in parts, one after the other. */
+static int run_all(struct moe_call whole, int64_t num_tokens) {
+    const struct moe *op = whole.op;
     int64_t row_bytes = op->gate_up.in_features * (int64_t)size_of(op->gate_up.dtype);
-    struct moe_call call = {.op = op};
-    int64_t together = most(MOST_BYTES / (op->top_k * pair_bytes(&call)), LEAST_TOKENS);
+    struct moe_call sizes = {.op = op};
+    int64_t together = most(MOST_BYTES / (op->top_k * pair_bytes(&sizes)), LEAST_TOKENS);
     for (int64_t first = 0; first < num_tokens; first += together) {
-        call.x = (const char *)x + first * row_bytes, call.slots = slots + first;
-        call.output = (char *)output + first * row_bytes;
-        call.num_tokens = least(together, num_tokens - first);
-        if (run_tokens(&call))
+        struct moe_call call = whole;
+        call.first_token = first, call.num_tokens = least(together, num_tokens - first);
+        call.x += first * row_bytes;
+        if (call.slots != NULL)
+            call.slots += first;
+        if (call.output != NULL)
+            call.output += first * row_bytes;
+        if (call.chosen != NULL)
+            call.chosen += first * op->top_k, call.chosen_shares += first * op->top_k;
+        if (call.only_chooses ? choose_tokens(&call) : run_tokens(&call))
             return 1;
     }
     return 0;
+}
+
+/* x [num_tokens, hidden], slots [num_tokens] (-1: padding) -> output [num_tokens, hidden]. 1: no memory. */
+EXPORT int pelton_moe(const struct moe *op, const void *x, const int64_t *slots, int64_t num_tokens, void *output) {
+    return run_all((struct moe_call){.op = op, .x = x, .slots = slots, .output = output}, num_tokens);
+}
+
+/* x, slots -> places [num_tokens, k] among those of all ranks, -1 of padding, and shares [num_tokens, k]. 1: no memory. */
+EXPORT int pelton_moe_choose(const struct moe *op, const void *x, const int64_t *slots, int64_t num_tokens, int32_t *places,
+                             float *shares) {
+    struct moe_call call = {.op = op, .x = x, .slots = slots, .chosen = places, .chosen_shares = shares, .only_chooses = 1};
+    return run_all(call, num_tokens);
+}
+
+/* x, and what was chosen for it -> output [num_tokens, hidden]. 1: no memory. */
+EXPORT int pelton_moe_compute(const struct moe *op, const void *x, int32_t *places, float *shares, int64_t num_tokens, void *output) {
+    struct moe_call call = {.op = op, .x = x, .output = output, .chosen = places, .chosen_shares = shares};
+    return run_all(call, num_tokens);
 }
 
 /* Bring all experts' matrices into panels, in their own memory, and say so in the struct: those whose shape fits. 1: no memory. */

@@ -11,7 +11,9 @@ struct moe {
     const float *correction;          /* [experts] or NULL */
     int64_t *load;                    /* [experts] or NULL: added to */
     int64_t num_experts, top_k, num_groups, top_groups;
-    int64_t first_expert, num_held;   /* whose matrices are here */
+    int64_t first_expert, num_held;   /* places whose matrices are here: of experts without copies their numbers */
+    const int32_t *copies;            /* [experts, 1 + most_copies] or NULL: how many places an expert has, and which */
+    int64_t most_copies;
     float scale;
     int32_t router_dtype, bias_dtype, is_sigmoid, is_renormalized, is_top2, scales_input;
 };

@@ -30,6 +30,7 @@ from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton_plugins.executors.multiproc import messages
 from pelton_plugins.executors.multiproc.processes import RankProcess
 from pelton_plugins.executors.multiproc.ring import RingWriter, make_ring_file, make_shared_file
+from pelton_plugins.executors.multiproc.transfers import JoinedTransfers
 from pelton_plugins.executors.shared_experts.share import check_experts
 
 logger = get_logger(__name__)
@@ -95,6 +96,9 @@ class MultiProcExecutor(Executor):
         self._telling_rank = parallel.telling_rank
         self.launches_past_masks = parallel.pipeline_parallel_size > 1  # the last stage alone waits with them
         self._steps: dict[int, Future[ModelOutput]] = {}
+        self._transfers: JoinedTransfers | None = None
+        if context.config.kv_transfer.kv_connector is not None:
+            self._transfers = JoinedTransfers(self.size, self._telling_rank)
         self._failed: dict[int, set[int]] = {}  # by step, ranks of several stages that say so
         self._calls: dict[int, _Gathered] = {}
         self._call_ids = itertools.count()
@@ -308,14 +312,21 @@ class MultiProcExecutor(Executor):
             failed.add(rank.rank)
             if len(failed) == self.size:
                 self._settle(answer)
-        else:
+        elif answer.error is not None or self._transfers is None:
             self._settle(answer)
+        else:
+            assert answer.output is not None
+            output = self._transfers.take(rank.rank, answer.output, is_open=answer.step_id in self._steps)
+            if output is not None:
+                self._settle(messages.StepDone(answer.step_id, output))
 
     def _settle(self, answer: messages.StepDone) -> None:
         self._failed.pop(answer.step_id, None)
         if (future := self._steps.pop(answer.step_id, None)) is None:
             pass  # it was told meanwhile that a rank is gone
         elif answer.error is not None:
+            if self._transfers is not None:
+                self._transfers.forget(answer.step_id)
             future.set_exception(error_from_info(answer.error))
         else:
             assert answer.output is not None
@@ -354,11 +365,14 @@ def check_sizes(context: ExecutorContext) -> None:
     parallel = context.config.parallel
     sizes = ("decode_context_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     shared = next((name for name in sizes if getattr(parallel, name) > 1), None)
-    if shared is not None and context.config.kv_transfer.kv_connector is not None:
-        raise ConfigError(
-            f"{shared} is {getattr(parallel, shared)}, which does not go with kv_transfer_config: connectors take one rank's part of a "
-            "block for all of it. Set it to 1; data_parallel_size goes with them."
-        )
+    connector = context.config.kv_transfer.kv_connector
+    if shared is not None and connector is not None:
+        entry = context.plugins.find("pelton_kv_connectors", connector, setting="kv_transfer_config.kv_connector")
+        if not getattr(entry.resolve(), "serves_ranks", False):
+            raise ConfigError(
+                f"{shared} is {getattr(parallel, shared)}, which does not go with the KV connector {connector!r}: it takes one rank's part "
+                "of a block for all of it (KVConnector.serves_ranks). Set it to 1; data_parallel_size goes with it."
+            )
     check_experts(context)
 
 

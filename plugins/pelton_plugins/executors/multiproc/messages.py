@@ -52,7 +52,7 @@ Job = Start | Execute | Sample | Call | Stop
 
 
 class StepDone(_Message):
-    """The answer for a step, of the first rank of the last stage; another's when the step failed there."""
+    """The answer for a step, of the first rank of the last stage; another's when the step failed there, and for its transfers."""
 
     step_id: int
     output: ModelOutput | None = None

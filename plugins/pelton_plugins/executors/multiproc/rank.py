@@ -2,7 +2,7 @@
 
 Inside is the executor of one worker, which knows its place among the ranks. Three threads: the main one takes jobs from the ring
 and notices the end of the engine; the worker's runs them in order; one answers. For steps one rank alone answers, the first of the last
-stage, unless another's fails.
+stage, unless another's fails; with a KV connector all do.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pelton.utils.own_process import read_arguments
 from pelton_plugins.executors.in_process import InProcessExecutor, place_on_host
 from pelton_plugins.executors.multiproc import messages
 from pelton_plugins.executors.multiproc.ring import RingReader
+from pelton_plugins.executors.multiproc.transfers import transfers_alone
 from pelton_plugins.executors.one_rank import OneRank
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Rank:
         self._steps: queue.SimpleQueue[tuple[int, StepHandle]] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[messages.Call | None] = queue.SimpleQueue()
         self._executor: InProcessExecutor | None = None
-        self._tells_results = False
+        self._tells_results = self._tells_transfers = False
 
     def run(self) -> None:
         """Take jobs until told to stop. Ends the process when the engine is gone."""
@@ -78,6 +79,7 @@ class Rank:
             return
         self._answer(messages.CallDone(0, executor.max_concurrent_steps))
         self._tells_results = self.rank == start.config.parallel.telling_rank
+        self._tells_transfers = start.config.kv_transfer.kv_connector is not None
         threading.Thread(target=self._answer_steps, name="pelton-steps", daemon=True).start()
         threading.Thread(target=self._answer_calls, name="pelton-calls", daemon=True).start()
         while not isinstance(job := self._next_job(), messages.Stop):
@@ -118,6 +120,8 @@ class Rank:
             else:
                 if self._tells_results:
                     self._answer(messages.StepDone(step_id, output))
+                elif self._tells_transfers:
+                    self._answer(messages.StepDone(step_id, transfers_alone(output)))
 
     def _answer_calls(self) -> None:
         assert self._executor is not None

@@ -29,10 +29,8 @@ class ExpertBalancer:
     """One in each rank; ranks: those that have the experts together."""
 
     def __init__(self, context: ExecutorContext, worker: Worker, ranks: Communicator) -> None:
-        config, model = context.config.eplb, getattr(worker, "model", None)
-        modules: Any = model.named_modules() if model is not None else ()
-        self._layers = {name: module for name, module in modules if getattr(module, "places", None)}
-        if not self._layers or ranks.size == 1:
+        config, self._worker = context.config.eplb, worker
+        if not self._layers() or ranks.size == 1:
             raise ConfigError(
                 "enable_eplb is set, and no rank has some of the experts whole. Set enable_expert_parallel, with tensor_parallel_size or "
                 "data_parallel_size above 1, for a model with experts; or leave it off."
@@ -62,25 +60,33 @@ class ExpertBalancer:
         """How many experts came to another rank so far, and how even the load was at the last looks, as `expert_balance` is."""
         return {"moves": self._num_moved, "balance": list(self._told_balance)}
 
+    def _layers(self) -> dict[str, Any]:
+        """Those of the worker's model as it is: one that slept may have built another, and nobody else may hold on to the first."""
+        model: Any = getattr(self._worker, "model", None)
+        modules = model.named_modules() if model is not None else ()
+        return {name: module for name, module in modules if getattr(module, "places", None)}
+
     def _counters(self) -> Tensor:
         import torch
 
-        return torch.stack([layer.expert_load for layer in self._layers.values()])
+        return torch.stack([layer.expert_load for layer in self._layers().values()])
 
     def _move(self) -> None:
         loads = self._ranks.all_reduce((self._counters() - self._marks).clamp(min=0)).tolist()
         balances, num_moved = [], 0
-        for (name, layer), by_place in zip(self._layers.items(), loads, strict=True):
+        for (name, layer), by_place in zip(self._layers().items(), loads, strict=True):
             if not any(by_place):
                 continue
             totals = [sum(by_place[places.start : places.stop]) for places in layer.places]
             balances.append(sum(totals) / len(totals) / max(totals))
-            load = [count for _, count in sorted(zip(layer.placement, by_place, strict=True))]
+            load = [0] * (max(layer.placement) + 1)
+            for expert, count in zip(layer.placement, by_place, strict=True):
+                load[expert] += count
             new = self._ask(name, layer, load)
             owner = [rank for rank, places in enumerate(layer.places) for _ in places]
             if new != layer.placement:
-                before = dict(zip(layer.placement, owner, strict=True))
-                num_moved += sum(before[expert] != rank for expert, rank in zip(new, owner, strict=True))
+                before = set(zip(layer.placement, owner, strict=True))
+                num_moved += sum(pair not in before for pair in zip(new, owner, strict=True))
                 layer.place_experts(new, self._ranks)
         if not balances:
             return

@@ -17,7 +17,9 @@ LEAST_GAIN = 0.05
 class EvenLoad(ExpertPlacement):
     def place(self, load: Sequence[int], placement: Sequence[int], sizes: Sequence[int], group_size: int) -> list[int]:
         owner = [rank for rank, size in enumerate(sizes) for _ in range(size)]
-        if len(placement) == group_size:
+        if len(placement) > len(load):
+            new = _spread_copies(load, placement, owner)
+        elif len(placement) == group_size:
             new = _spread(load, placement, owner)
         elif all(size % group_size == 0 for size in sizes):
             new = self._spread_groups(load, placement, sizes, group_size)
@@ -58,8 +60,35 @@ def _spread(load: Sequence[int], placement: Sequence[int], owner: Sequence[int])
     ]
 
 
-def _largest(load: Sequence[int], placement: Sequence[int], owner: Sequence[int]) -> int:
-    total = dict.fromkeys(owner, 0)
+def _spread_copies(load: Sequence[int], placement: Sequence[int], owner: Sequence[int]) -> list[int]:
+    """Give the places beyond one for each expert to those whose places have the most to do, and deal all out: those of one expert to
+    different ranks."""
+    ranks = sorted(set(owner))
+    counts = [1] * len(load)
+    for _ in range(len(placement) - len(load)):
+        spare = [expert for expert, count in enumerate(counts) if count < len(ranks)] or range(len(load))
+        counts[max(spare, key=lambda expert: (load[expert] / counts[expert], -expert))] += 1
+    room, total = {rank: owner.count(rank) for rank in ranks}, dict.fromkeys(ranks, 0.0)
+    wanted: dict[int, list[int]] = {rank: [] for rank in ranks}
+    home = set(zip(placement, owner, strict=True))
+    copies = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    for expert in sorted(copies, key=lambda expert: (-load[expert] / counts[expert], expert)):
+        rank = min(
+            (rank for rank in ranks if room[rank] > len(wanted[rank])),
+            key=lambda rank: (expert in wanted[rank], total[rank], (expert, rank) not in home, rank),
+        )
+        wanted[rank].append(expert)
+        total[rank] += load[expert] / counts[expert]
+    new: list[int | None] = [None] * len(placement)
+    for place, (expert, rank) in enumerate(zip(placement, owner, strict=True)):
+        if expert in wanted[rank]:
+            wanted[rank].remove(expert)
+            new[place] = expert
+    return [wanted[rank].pop(0) if expert is None else expert for expert, rank in zip(new, owner, strict=True)]
+
+
+def _largest(load: Sequence[int], placement: Sequence[int], owner: Sequence[int]) -> float:
+    total = dict.fromkeys(owner, 0.0)
     for expert, rank in zip(placement, owner, strict=True):
-        total[rank] += load[expert]
+        total[rank] += load[expert] / placement.count(expert)
     return max(total.values())

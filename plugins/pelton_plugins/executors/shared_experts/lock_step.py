@@ -79,8 +79,8 @@ class LockStep:
         return found[0]
 
     def counts(self) -> dict[str, int]:
-        """How many waves, steps and dummy steps there were so far."""
-        return dict(self._counts)
+        """How many waves, steps and dummy steps there were so far, and layers in which tokens went by all-to-all."""
+        return {**self._counts, "swapped_layers": self.exchange.num_swapped}
 
     def close(self) -> None:
         self._bells.close()
@@ -132,7 +132,7 @@ class LockStep:
         runs = [engine[0][0] >= 0 and all(rank[0] == engine[0][0] for rank in engine) for engine in told]
         if not any(runs):
             return False
-        self.exchange.open(max(engine[0][1] for engine, is_run in zip(told, runs, strict=True) if is_run))
+        self.exchange.open([engine[0][1] if is_run else 0 for engine, is_run in zip(told, runs, strict=True)])
         is_ours = runs[self.exchange.rank]
         self._counts["steps" if is_ours else "dummy_steps"] += 1
         try:

@@ -135,13 +135,15 @@ def _value_of(key):
 
 @triton.jit(do_not_specialize=["capacity"])
 def route_kernel(
-    logits_ptr, bias_ptr, correction_ptr, slot_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr, order_ptr, capacity,
+    logits_ptr, bias_ptr, correction_ptr, copies_ptr, slot_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr, order_ptr,
+    capacity,
     E: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, SIZE: tl.constexpr,
     SB: tl.constexpr, TOP_GROUPS: tl.constexpr, IS_TOP2: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_RENORMALIZED: tl.constexpr,
-    SCALE: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, IS_WHOLE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program: its K experts and their weights. Scores lie by group, [GB, SB] of which GROUPS and SIZE are used.
     Of E experts those from FIRST on are kept, HELD of them, and numbered from 0; a pair of any other has number HELD.
+    copies [E, WIDTH]: where experts have several places, as `MoeTensors.copies`; then places count in place of experts.
 
     load [E]: tokens given to each of those so far, by its number among all, added to; count [HELD]: an expert's pairs so far, added
     to; rank [T, K]: a pair's place among its expert's, in whatever order they come; order [HELD, capacity]: the pairs there."""
@@ -180,8 +182,12 @@ def route_kernel(
         keys = tl.where(keys == best, -0x8000000000000000, keys)
     if IS_RENORMALIZED:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
+    if copies_ptr is not None:
+        own = copies_ptr + experts * WIDTH
+        turn = (row % tl.load(own, mask=column < K, other=1)).to(tl.int32)
+        experts = tl.load(own + 1 + turn, mask=column < K, other=0)
     is_pair = (column < K) & (slot >= 0)
-    if HELD < E:
+    if not IS_WHOLE:
         is_pair = is_pair & (experts >= FIRST) & (experts < FIRST + HELD)
     experts = tl.where(is_pair, experts - FIRST, HELD)
     pairs = row * K + column

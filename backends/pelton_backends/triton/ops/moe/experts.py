@@ -90,6 +90,7 @@ class TritonMoe:
             "group_size",
             "first_expert",
             "num_held",
+            "has_copies",
         ]
     )
 
@@ -124,6 +125,8 @@ class BoundMoe:
         self._num_held = routing.num_experts if experts.num_held is None else experts.num_held
         self._hidden, self._size = experts.hidden_size, experts.intermediate_size
         self._pdl = has_pdl(tensors.router.device)
+        copies = tensors.copies
+        self._is_whole = copies is None and self._num_held == self._num_experts
         size = routing.num_experts // routing.num_groups
         self._routing = {
             "E": routing.num_experts, "K": routing.top_k, "KB": triton.next_power_of_2(routing.top_k),
@@ -131,7 +134,7 @@ class BoundMoe:
             "SB": triton.next_power_of_2(size), "TOP_GROUPS": routing.top_groups,
             "IS_TOP2": routing.group_score == "top2", "IS_SIGMOID": routing.scoring == "sigmoid",
             "IS_RENORMALIZED": routing.is_renormalized, "SCALE": float(routing.scale), "FIRST": experts.first_expert,
-            "HELD": self._num_held, "PDL": self._pdl,
+            "HELD": self._num_held, "IS_WHOLE": self._is_whole, "WIDTH": 0 if copies is None else copies.shape[1], "PDL": self._pdl,
         }  # fmt: skip
         self._activation = {"ACTIVATION": experts.activation, "LIMIT": experts.limit}
         self._is_plain = experts.weight_format == "plain"
@@ -220,9 +223,9 @@ class BoundMoe:
         shares = torch.empty((num_tokens, self._top_k), dtype=torch.float32, device=x.device)
         _route(
             (x.device, tuple(self._routing.values()), tensors.router_bias is None or tensors.router_bias.dtype,
-             tensors.correction is None, tensors.load is None, ranks is None, order is None),
+             tensors.correction is None, tensors.copies is None, tensors.load is None, ranks is None, order is None),
             (num_tokens,),
-            (logits, tensors.router_bias, tensors.correction, slots, experts, shares, tensors.load,
+            (logits, tensors.router_bias, tensors.correction, tensors.copies, slots, experts, shares, tensors.load,
              counts, ranks, order, num_tokens),
             self._routing, num_warps=1 if self._num_experts <= 128 else 4, **self._options,
         )  # fmt: skip
@@ -315,7 +318,7 @@ class BoundMoe:
         block = min(triton.next_power_of_2(hidden), 1024)
         constants = {
             "H": hidden, "E": self._num_held, "EB": triton.next_power_of_2(self._num_held), "K": self._top_k, "BLOCK": block,
-            "IS_WHOLE": self._num_held == self._num_experts, "PDL": self._pdl,
+            "IS_WHOLE": self._is_whole, "PDL": self._pdl,
         }  # fmt: skip
         _combine(
             self._key(x, pairs.dtype, places is None, *constants.values()), (num_tokens, triton.cdiv(hidden, block)),
