@@ -62,6 +62,8 @@ def test_biases_and_the_activation_of_gpt_oss(num_tokens: int, device: torch.dev
         ({"weight_format": "int8_grouped", "group_size": 64}, (128, 192)),
         ({"weight_format": "int4_minima", "group_size": 32}, (96, 160)),
         ({"weight_format": "int8_minima", "group_size": 32}, (96, 160)),
+        ({"weight_format": "nf4", "group_size": 64}, (128, 192)),
+        ({"weight_format": "fp4", "group_size": 64, "activation": "swiglu_oai", "has_bias": True}, (64, 128)),
     ],
     ids=str,
 )
@@ -75,6 +77,7 @@ def test_packed_weights(form: dict[str, Any], sizes: tuple[int, int], num_tokens
     [
         {"weight_format": "e4m3", "group_size": 32}, {"weight_format": "mxfp4"}, {"weight_format": "int4_grouped", "group_size": 32},
         {"weight_format": "int8_grouped"}, {"weight_format": "int8_minima", "group_size": 32},
+        {"weight_format": "nf4", "group_size": 32},
     ],
     ids=str,
 )  # fmt: skip
