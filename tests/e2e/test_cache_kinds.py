@@ -67,9 +67,13 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
         assert generate(llm, longer, greedy(NUM_TOKENS - 20)) == [out[20:] for out in reference.outputs]
 
 
-def test_preemption_changes_nothing(made: Callable[[str], Reference]) -> None:
-    reference = made("deepseek_v3")
-    with make_llm(reference.path, max_model_len=256, max_num_batched_tokens=64, num_gpu_blocks_override=1 + 20) as llm:
+@pytest.mark.parametrize("family, num_blocks", [("deepseek_v3", 20), ("gemma4", 48)])
+def test_preemption_changes_nothing(made: Callable[[str], Reference], family: str, num_blocks: int) -> None:
+    """Gemma 4's local and global layers have blocks of their own."""
+    reference = made(family)
+    with make_llm(
+        reference.path, max_model_len=256, max_num_batched_tokens=64, num_gpu_blocks_override=1 + num_blocks
+    ) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
         assert llm.num_preemptions() > 0
 

@@ -1,9 +1,17 @@
-"""AWQ, GPTQ and packed compressed-tensors matrices, written by the formats' published layouts."""
+"""AWQ, GPTQ, packed compressed-tensors and bitsandbytes matrices, written by the formats' published layouts."""
 
+import json
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+
+# QLoRA (arXiv:2305.14314), appendix E.
+NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434,
+    0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,3 +117,64 @@ def tensors_of(made, form):
     if form.is_ordered:
         found["weight_g_idx"] = torch.from_numpy(made.group_of.astype(np.int32))
     return found
+
+
+def four_bits(weight, settings, block=64, nested=256):
+    table, flat = torch.tensor(NF4), weight.flatten()
+    largest = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block).abs().amax(1)
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": list(weight.shape)}
+    found = {"weight.absmax": largest, "weight.quant_map": table}
+    if settings.get("bnb_4bit_use_double_quant"):
+        offset, outer = largest.mean().item(), torch.linspace(-1, 1, 256)
+        rest = torch.nn.functional.pad(largest - offset, (0, -len(largest) % nested)).view(-1, nested)
+        most = rest.abs().amax(1)
+        codes = (rest / most[:, None]).flatten()[: len(largest)].sub(outer[:, None]).abs().argmin(0)
+        largest = outer[codes] * most.repeat_interleave(nested)[: len(largest)] + offset
+        state |= {"nested_blocksize": nested, "nested_dtype": "float32", "nested_offset": offset}
+        found |= {
+            "weight.absmax": codes.to(torch.uint8),
+            "weight.nested_absmax": most,
+            "weight.nested_quant_map": outer,
+        }
+    spread = largest.repeat_interleave(block)[: len(flat)]
+    codes = (flat / spread).sub(table[:, None]).abs().argmin(0)
+    found["weight"] = (codes[::2] << 4 | codes[1::2]).to(torch.uint8).unsqueeze(1)
+    blob = json.dumps(state).encode()
+    found["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(blob), dtype=torch.uint8)
+    return found, (table[codes] * spread).view(weight.shape)
+
+
+# Of a matrix: (tensors of the checkpoint by name, what they say)
+
+
+def int8_rows(weight):
+    """What bitsandbytes and int-quantized have alike: (codes, the largest number of each row, what they say)"""
+    largest = weight.abs().amax(1).half().float()
+    codes = (weight / largest[:, None] * 127).round().clamp(-127, 127)
+    return codes.to(torch.int8), largest, codes * (largest / 127)[:, None]
+
+
+def grouped_tensors(form):
+    def make(module, weight):
+        made = quantize(weight, form, len(module))
+        return {f"{module}.{name}": part for name, part in tensors_of(made, form).items()}, made.weight
+
+    return make
+
+
+def bitsandbytes_tensors(module, weight):
+    codes, largest, said = int8_rows(weight)
+    return {f"{module}.weight": codes, f"{module}.SCB": largest, f"{module}.weight_format": torch.tensor(0)}, said
+
+
+def int_quantized_tensors(module, weight):
+    codes, largest, said = int8_rows(weight)
+    return {f"{module}.weight": codes, f"{module}.weight_scale": (largest / 127)[:, None]}, said
+
+
+def nf4_tensors(*, is_double=False):
+    def make(module, weight):
+        found, said = four_bits(weight, {"bnb_4bit_use_double_quant": is_double})
+        return {f"{module}.{name}": part for name, part in found.items()}, said
+
+    return make

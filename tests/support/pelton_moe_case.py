@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
+from pelton.ops.packed_blocks import kinds_of, pack, panels_shape, quantize
 from pelton.ops.selector import reasons_against
 from pelton_backends.reference.moe import ReferenceMoe
 from pelton_plugins.models.experts import copies_of
@@ -42,7 +43,9 @@ def moe_case(
     spec = ExpertsSpec(hidden_size=hidden, intermediate_size=width, **experts)
     count = routing.num_experts
     tensors = {"gate_up": numbers(count, 2 * width, hidden) * 3, "down": numbers(count, hidden, width) * 3}
-    if spec.weight_format != "plain":
+    if kinds_of(spec.weight_format) is not None:
+        tensors = expert_panels(tensors, spec)
+    elif spec.weight_format != "plain":
         for name in ("gate_up", "down"):
             tensors |= packed_experts(name, tensors[name], spec)
     if spec.has_bias:
@@ -61,6 +64,19 @@ def moe_case(
     return needs, bound, numbers(num_tokens, hidden) * hidden**0.5, slots
 
 
+def expert_panels(tensors: dict[str, torch.Tensor], spec: ExpertsSpec) -> dict[str, torch.Tensor]:
+    """The same in blocks, rounded."""
+    gate, up = tensors["gate_up"].chunk(2, dim=1)
+    kinds, made = kinds_of(spec.weight_format) or [], {}
+    parts = {"gate": gate, "up": up, "down": tensors["down"]}
+    for (name, weight), kind in zip(parts.items(), kinds * 3 if len(kinds) == 1 else kinds, strict=True):
+        panels = torch.empty(len(weight), *panels_shape(kind, *weight.shape[1:]), dtype=torch.uint8)
+        for index, matrix in enumerate(weight):
+            pack(quantize(matrix, kind), kind, panels[index])
+        made[name] = panels
+    return made
+
+
 def packed_experts(name: str, weight: torch.Tensor, spec: ExpertsSpec) -> dict[str, torch.Tensor]:
     """Numbers in the spec's format with scales that vary, of about the size of `weight` [E, rows, columns]."""
     generator = torch.Generator().manual_seed(len(name))
@@ -70,6 +86,10 @@ def packed_experts(name: str, weight: torch.Tensor, spec: ExpertsSpec) -> dict[s
         scales = torch.randint(122, 126, (count, rows, columns // 32), dtype=torch.uint8, generator=generator)
         return {name: packed.to(weight.device), f"{name}_scale": scales.to(weight.device)}
     groups = -(-columns // (spec.group_size or columns))
+    if spec.weight_format in ("nf4", "fp4"):
+        packed = torch.randint(0, 256, (count, rows, columns // 2), dtype=torch.uint8, generator=generator)
+        scales = (torch.rand(count, rows, groups, generator=generator) + 0.5) * 3 * columns**-0.5
+        return {name: packed.to(weight.device), f"{name}_scale": scales.to(weight.device)}
     if spec.weight_format.startswith("int"):
         bits = int(spec.weight_format[3])
         packed = torch.randint(0, 256, (count, rows, columns * bits // 8), dtype=torch.uint8, generator=generator)
@@ -103,11 +123,19 @@ def check_moe(
         op.weights_loaded()
     got = op(x, slots)
     assert not got[slots < 0].any()
-    if x.dtype == torch.float32:
+    if kinds_of(needs.experts.weight_format) is not None:
+        check_mean_square(got, want, tolerance)
+    elif x.dtype == torch.float32:
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
         assert torch.equal(tensors.load, load)
     else:
         assert ((got - want).abs() <= tolerance * (1 + want.abs())).float().mean() > 0.999
+
+
+def check_mean_square(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+    """Of rows that were rounded by the largest number of each block: small ones lose what large ones do."""
+    got, want = got.float(), want.float()
+    assert (got - want).square().mean().sqrt() <= tolerance * want.square().mean().sqrt()
 
 
 def check_whole_experts(
@@ -117,6 +145,7 @@ def check_whole_experts(
     x: torch.Tensor,
     slots: torch.Tensor,
     counts: Sequence[int],
+    tolerance: float = 1e-4,
 ) -> None:
     """Ranks that hold so many experts each, all of each: their results add up to the result of one rank with all, their loads too."""
     assert tensors.load is not None and sum(counts) == needs.routing.num_experts
@@ -137,7 +166,10 @@ def check_whole_experts(
         assert part.load is not None
         load += part.load
         first += count
-    torch.testing.assert_close(total, want, atol=1e-4, rtol=1e-4)
+    if kinds_of(needs.experts.weight_format) is not None:
+        check_mean_square(total, want, tolerance)
+    else:
+        torch.testing.assert_close(total, want, atol=tolerance, rtol=tolerance)
     assert torch.equal(load, tensors.load)
 
 

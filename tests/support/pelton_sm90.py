@@ -1,7 +1,7 @@
 """Compile kernels for compute capability 9.0, with a GPU or without; print what each takes, a line of JSON.
 
     python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, ADAPTED, SAMPLING, of a method of Attention, or
-                                                    "experts in" a format of theirs
+                                                    "experts in" or "products in" a format of theirs
     python pelton_sm90.py DTYPE KV_DTYPE NAME... -- --no-code DTYPE KV_DTYPE NAME...      several at once; some without instructions
 
 A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
@@ -33,6 +33,7 @@ from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import (
     InputRounding,
+    LinearSpec,
     LinearWeights,
     LogprobsNeeds,
     LogprobsTensors,
@@ -53,6 +54,7 @@ from pelton_backends.triton.attention.decode_shares import LaunchShape, PartBuff
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.ops.linear import (
+    coded,
     fp8,
     fp8_one_row,
     gemv,
@@ -304,6 +306,19 @@ def multiply_e4m3(dtype: str, name: str) -> None:
     case.call(op.bind(case.needs, case.tensors))
 
 
+def products_in(dtype: str, weight_format: str) -> None:
+    """All kernels that read codes of a table: of one row, of more, and of those that are decoded first."""
+    rows, size, out = 128, 4096, 1024
+    spec = LinearSpec(in_features=size, out_features=out, weight_format=weight_format)
+    tensors = {"codes": torch.empty(out, size // 2, dtype=torch.uint8), "scales": torch.empty(out, size // 64)}
+    matrix = coded.CodedMatrix(LinearWeights(spec, tensors))
+    x = torch.empty(rows, size, dtype=getattr(torch, dtype))
+    matrix.multiply_one(x[:1])
+    for num_rows in (32, rows):
+        matrix(x[:num_rows])
+    matrix.dequantized(slice(0, out), x.dtype)
+
+
 def experts(dtype: str, weight_format: str) -> None:
     """All kernels that read packed experts: of few pairs, of more, and of those that are decoded first."""
     routing = RoutingSpec(num_experts=8, top_k=2)
@@ -373,6 +388,8 @@ def compile_kernels(compiled: list[Any], dtype: str, kv_dtype: str, *names: str,
             SAMPLING[name]()
         elif name == "experts on Hopper":
             hopper_experts(dtype)
+        elif name.startswith("products in "):
+            products_in(dtype, name.removeprefix("products in "))
         elif name.startswith("experts in "):
             experts(dtype, name.removeprefix("experts in "))
         else:

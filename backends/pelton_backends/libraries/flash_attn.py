@@ -1,7 +1,8 @@
-"""Attention of the package flash_attn (FlashAttention 2 and 3) over paged caches.
+"""Attention of the packages flash_attn and flash_attn_4 (FlashAttention 2, 3 and 4) over paged caches.
 
-FlashAttention 3, whose module is `flash_attn_interface`, is taken where it is installed: its pages may have any size. Version 2 reads pages
-of multiples of 256 tokens. Dao, FlashAttention-2 (arXiv:2307.08691); Shah et al., FlashAttention-3 (arXiv:2407.08608).
+FlashAttention 3, whose module is `flash_attn_interface`, is taken where it is installed, then 4 (`flash_attn.cute`, which compiles its
+kernels when they are first called): their pages may have any size. Version 2 reads pages of multiples of 256 tokens. Dao, FlashAttention-2
+(arXiv:2307.08691); Shah et al., FlashAttention-3 (arXiv:2407.08608).
 """
 
 from __future__ import annotations
@@ -21,18 +22,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PAGE = 256  # tokens, of version 2
-MODULES = {3: "flash_attn_interface", 2: "flash_attn"}
+MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute", 2: "flash_attn"}
+CALLS = {3: "flash_attn_with_kvcache", 4: "flash_attn_varlen_func", 2: "flash_attn_varlen_func"}
 
 
 @cache
 def find_library() -> tuple[int, Any] | str:
-    """(version, module) of the newest one, or why there is none."""
+    """(version, module) of the first that is there, or why there is none."""
     for version, name in MODULES.items():
         try:
-            return version, importlib.import_module(name)
+            module = importlib.import_module(name)
         except ImportError as error:
             why = str(error)
-    return f"the package flash_attn is not here ({why}); pip install flash-attn"
+            continue
+        if hasattr(module, CALLS[version]):  # with version 4 alone `flash_attn` is a folder without anything
+            return version, module
+        why = f"{name} has no {CALLS[version]}"
+    return f"the package flash_attn is not here ({why}); pip install flash-attn or flash-attn-4"
 
 
 @dataclass(slots=True)
@@ -99,6 +105,14 @@ class FlashAttention(BoundAttention):
                 own, layer.k_cache, layer.v_cache, cache_seqlens=common.seq_lens[:rows], page_table=table,
                 cu_seqlens_q=common.query_start_loc[: rows + 1], max_seqlen_q=common.max_query_len, **constants,
             )  # fmt: skip
+        elif self._version == 4:
+            constants["window_size"] = tuple(None if side < 0 else side for side in constants["window_size"])
+            found = self._module.flash_attn_varlen_func(
+                own, layer.k_cache, layer.v_cache, cu_seqlens_q=common.query_start_loc[: rows + 1],
+                seqused_k=common.seq_lens[:rows], max_seqlen_q=common.max_query_len, max_seqlen_k=common.max_seq_len,
+                page_table=table, **constants,
+            )  # fmt: skip
+            found = found[0] if isinstance(found, tuple) else found  # the logarithms of sums beside it
         else:
             found = self._module.flash_attn_varlen_func(
                 own, layer.k_cache, layer.v_cache, cu_seqlens_q=common.query_start_loc[: rows + 1],

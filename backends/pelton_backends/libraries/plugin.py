@@ -15,7 +15,7 @@ _ENTRIES = (
         "flash_attn:FlashAttentionBackend",
         40,
         ("cuda",),
-        "FlashAttention 2 or 3, of the package flash_attn",
+        "FlashAttention 2, 3 or 4, of the packages flash_attn and flash_attn_4",
     ),
     ("flashinfer", "flashinfer:FlashInferBackend", 35, ("cuda",), "of the package flashinfer"),
     (

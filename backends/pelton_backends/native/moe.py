@@ -1,4 +1,4 @@
-"""The op of experts in C: `csrc/moe.c`. Weights are brought into panels once they are loaded, in their own memory."""
+"""The op of experts in C: `csrc/moe.c`. Plain weights are brought into panels once they are loaded, in their own memory; blocks stay."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from pelton.errors import EngineError
+from pelton.ops.packed_blocks import KINDS, kinds_of
 from pelton_backends.native import library
 from pelton_backends.native.library import ACTIVATIONS, DTYPES, NO_ACTIVATION, Linear
+from pelton_backends.native.quant import KIND_NUMBERS, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.ops.moe import MoeNeeds, MoeTensors
+    from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors
 
 _ACTIVATIONS = {**ACTIVATIONS, "swiglu_oai": 3}
 
@@ -23,6 +25,7 @@ _ACTIVATIONS = {**ACTIVATIONS, "swiglu_oai": 3}
 class _Moe(Structure):
     _fields_ = (
         ("gate_up", Linear), ("down", Linear), ("weight_stride", c_int64 * 2), ("bias_stride", c_int64 * 2),
+        ("parts", Part * 3), ("part_stride", c_int64 * 3),
         ("router", c_void_p), ("router_bias", c_void_p), ("correction", c_void_p), ("load", c_void_p),
         ("num_experts", c_int64), ("top_k", c_int64), ("num_groups", c_int64), ("top_groups", c_int64),
         ("first_expert", c_int64), ("num_held", c_int64), ("copies", c_void_p), ("most_copies", c_int64),
@@ -54,8 +57,8 @@ class NativeMoe:
         reasons = []
         if needs.dtype not in DTYPES:
             reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        if needs.experts.weight_format != "plain":
-            reasons.append(f"weight format {needs.experts.weight_format!r}, only 'plain'")
+        if needs.experts.weight_format != "plain" and kinds_of(needs.experts.weight_format) is None:
+            reasons.append(f"weight format {needs.experts.weight_format!r}, only plain, {', '.join(KINDS)}")
         if needs.experts.activation not in _ACTIVATIONS:
             reasons.append(f"activation {needs.experts.activation!r}, only {', '.join(_ACTIVATIONS)}")
         if not reasons:  # compiles
@@ -77,9 +80,10 @@ class _BoundMoe:
         self._run, self._pack, self._rest = kernels.moe, kernels.moe_pack, kernels.rest
         self._choose, self._compute, self._top_k = kernels.moe_choose, kernels.moe_compute, routing.top_k
         self._kept = tensors  # the struct has their addresses
+        plain = {name: weights[name] for name in ("gate_up", "down") if spec.weight_format == "plain"}
         matrices = [
             Linear(
-                weight=weights[name].data_ptr(), bias=_address(weights.get(f"{name}_bias")),
+                weight=_address(plain.get(name)), bias=_address(weights.get(f"{name}_bias")),
                 in_features=size, out_features=rows, output_stride=columns,
                 soft_cap=(spec.limit or 0.0) if activation == _ACTIVATIONS["swiglu_oai"] else 0.0,
                 activation=activation, dtype=DTYPES[needs.dtype],
@@ -89,16 +93,15 @@ class _BoundMoe:
                 ("down", spec.intermediate_size, spec.hidden_size, spec.hidden_size, NO_ACTIVATION),
             )
         ]  # fmt: skip
-        strides = [weights[name].stride(0) * weights[name].element_size() for name in ("gate_up", "down")]
-        bias_strides = [
-            0 if bias is None else bias.stride(0) * bias.element_size()
-            for bias in (weights.get("gate_up_bias"), weights.get("down_bias"))
-        ]
+        strides = [_stride(plain.get(name)) for name in ("gate_up", "down")]
+        bias_strides = [_stride(weights.get(name)) for name in ("gate_up_bias", "down_bias")]
+        parts = [] if plain else [weights[name] for name in ("gate", "up", "down")]
         bias, copies = tensors.router_bias, tensors.copies
         self.op = _Moe(
-            matrices[0], matrices[1], (c_int64 * 2)(*strides), (c_int64 * 2)(*bias_strides), tensors.router.data_ptr(),
-            _address(bias), _address(tensors.correction), _address(tensors.load), routing.num_experts, routing.top_k,
-            routing.num_groups, routing.top_groups, spec.first_expert,
+            matrices[0], matrices[1], (c_int64 * 2)(*strides), (c_int64 * 2)(*bias_strides),
+            (Part * 3)(*_parts(spec, parts)), (c_int64 * 3)(*map(_stride, parts)),
+            tensors.router.data_ptr(), _address(bias), _address(tensors.correction), _address(tensors.load),
+            routing.num_experts, routing.top_k, routing.num_groups, routing.top_groups, spec.first_expert,
             routing.num_experts if spec.num_held is None else spec.num_held, _address(copies),
             0 if copies is None else copies.shape[1] - 1, routing.scale, _dtype(tensors.router),
             0 if bias is None else _dtype(bias), routing.scoring == "sigmoid", routing.is_renormalized,
@@ -144,6 +147,24 @@ def _check(is_failed: int, x: Tensor) -> None:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _stride(tensor: Tensor | None) -> int:
+    """Bytes between experts."""
+    return 0 if tensor is None else tensor.stride(0) * tensor.element_size()
+
+
+def _parts(spec: ExpertsSpec, panels: list[Tensor]) -> list[Part]:
+    """The first expert's blocks of gate, up and down; none where weights are plain."""
+    if not panels:
+        return []
+    kinds = kinds_of(spec.weight_format) or []
+    kinds = kinds * len(panels) if len(kinds) == 1 else kinds
+    rows = (spec.intermediate_size, spec.intermediate_size, spec.hidden_size)
+    return [
+        Part(one.data_ptr(), num_rows, KIND_NUMBERS[kind.name])
+        for one, num_rows, kind in zip(panels, rows, kinds, strict=True)
+    ]
 
 
 def _dtype(tensor: Tensor) -> int:

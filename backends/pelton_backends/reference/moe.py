@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from pelton.ops.packed_blocks import KINDS, dequantize, kinds_of
 from pelton.ops.reference import ACTIVATIONS
+from pelton_backends.code_tables import TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeParts, MoeTensors, RoutingSpec
+    from pelton.ops.packed_blocks import BlockKind
 
 _OAI_ALPHA = 1.702
 
@@ -76,9 +79,29 @@ def _from_integers(packed: Tensor, words: Tensor, spec: ExpertsSpec) -> Tensor:
     return (groups * scales.unsqueeze(-1) + minima.unsqueeze(-1)).flatten(-2)
 
 
+def _from_panels(
+    weights: dict[str, Tensor], name: str, index: int, kinds: list[BlockKind], spec: ExpertsSpec
+) -> Tensor:
+    gate, up, down = kinds * 3 if len(kinds) == 1 else kinds
+    if name == "down":
+        return dequantize(weights["down"][index], down, spec.hidden_size)
+    parts = (("gate", gate), ("up", up))
+    return torch.cat([dequantize(weights[part][index], kind, spec.intermediate_size) for part, kind in parts])
+
+
+def _from_table(packed: Tensor, scales: Tensor, spec: ExpertsSpec) -> Tensor:
+    table = torch.tensor(TABLES[spec.weight_format], device=packed.device)
+    blocks = packed.unflatten(-1, (-1, 16)).int()
+    numbers = table[torch.cat([blocks & 15, blocks >> 4], dim=-1)].flatten(-2).unflatten(-1, (scales.shape[-1], -1))
+    return (numbers * scales.unsqueeze(-1)).flatten(-2)
+
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _INTEGERS = ("int4_grouped", "int8_grouped", "int4_minima", "int8_minima")
-_DECODERS = {"e4m3": _from_e4m3, "mxfp4": _from_mxfp4, **dict.fromkeys(_INTEGERS, _from_integers)}
+_DECODERS = {
+    "e4m3": _from_e4m3, "mxfp4": _from_mxfp4, **dict.fromkeys(_INTEGERS, _from_integers),
+    **dict.fromkeys(TABLES, _from_table),
+}  # fmt: skip
 
 
 class ReferenceMoe:
@@ -107,18 +130,22 @@ class ReferenceMoe:
     def unsupported(needs: MoeNeeds) -> list[str]:
         known = (*ACTIVATIONS, "swiglu_oai")
         reasons = [] if needs.experts.activation in known else [f"activation {needs.experts.activation!r}"]
-        if needs.experts.weight_format not in ("plain", *_DECODERS):
-            reasons.append(f"weight format {needs.experts.weight_format!r}, only plain, {', '.join(_DECODERS)}")
+        weight_format = needs.experts.weight_format
+        if weight_format not in ("plain", *_DECODERS) and kinds_of(weight_format) is None:
+            reasons.append(f"weight format {weight_format!r}, only plain, {', '.join((*_DECODERS, *KINDS))}")
         return reasons
 
     @staticmethod
     def bind(needs: MoeNeeds, tensors: MoeTensors) -> MoeParts:
         routing, spec, weights = needs.routing, needs.experts, tensors.experts
         num_held = routing.num_experts if spec.num_held is None else spec.num_held
+        kinds = kinds_of(spec.weight_format)
 
         def matrix(name: str, index: int, dtype: torch.dtype) -> Tensor:
             if spec.weight_format == "plain":
                 return weights[name][index]
+            if kinds is not None:
+                return _from_panels(weights, name, index, kinds, spec).to(dtype)
             decode = _DECODERS[spec.weight_format]
             return decode(weights[name][index], weights[f"{name}_scale"][index], spec).to(dtype)
 

@@ -32,6 +32,7 @@ _ENTRIES = (
     ("linear", "triton_grouped", 50, "linear.grouped:GroupedLinear"),
     ("add_norm_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormLinear"),
     ("add_norm_gated_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormGatedLinear"),
+    ("linear", "triton_coded", 50, "linear.coded:CodedLinear"),
     ("add_norm_logits", "triton", 50, "logits:TritonAddNormLogits"),
     ("add_norm_logits", "triton_grouped", 50, "linear.grouped_vocab:GroupedAddNormLogits"),
     ("embed", "triton_grouped", 50, "linear.grouped_vocab:GroupedEmbed"),

@@ -48,7 +48,8 @@ class ExpertsSpec:
     weight_format: str = optional("plain")
     """plain: `gate_up` [E, 2 I, H], gate rows first, and `down` [E, H, I], of the model's dtype. Others have `gate_up_scale`, `down_scale`
     [E, rows, groups] too. e4m3: float32. mxfp4: uint8 [E, rows, columns / 2], byte b of a block of 32 has number b below number 16 + b;
-    uint8, powers of two from 2^-127, of 32. int4_grouped, int4_minima: bytes alike, int8_grouped, int8_minima: uint8 codes; int32."""
+    uint8, powers of two from 2^-127, of 32. nf4, fp4: bytes alike; float32. int4_grouped, int4_minima: bytes alike, int8_grouped,
+    int8_minima: uint8 codes; int32. Of `packed_blocks`, as `weight_format` there says: `gate`, `up`, `down` [E, *panels_shape] in place."""
     group_size: int | None = optional(None)  # numbers of a row with one scale, but for mxfp4; None: all
     has_bias: bool = optional(False)  # `gate_up_bias` [E, 2 I] and `down_bias` [E, H]
     first_expert: int = optional(0)

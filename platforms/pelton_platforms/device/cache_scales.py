@@ -43,6 +43,12 @@ class CalculatedScales:
             if layer.shares in self.layers:
                 self.layers[layer.shares].share(layer)
 
+    def remove(self) -> None:
+        """Leave the layers as they were: of a runner that only listed kernels."""
+        for layer in self.layers.values():
+            for handle in layer.handles:
+                handle.remove()
+
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Find them in the forward pass of this context, which is no graph's."""
@@ -64,12 +70,11 @@ class LayerScales:
         self._scales_keys = needs.q_norm is None and needs.k_norm is None
         self._heads, self._kv_heads, self._head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
         self._rotary_dim = needs.rotary_dim
-        layer.register_forward_pre_hook(self._before)
-        layer.register_forward_hook(self._after)
+        self.handles = [layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after)]
 
     def share(self, layer: AttentionLayer) -> None:
-        layer.register_forward_pre_hook(self._before_reader)
-        layer.register_forward_hook(self._after)
+        self.handles.append(layer.register_forward_pre_hook(self._before_reader))
+        self.handles.append(layer.register_forward_hook(self._after))
 
     def _before(self, layer: AttentionLayer, arguments: tuple[Any, ...]) -> None:
         qkv: Tensor = arguments[0]
@@ -110,11 +115,6 @@ def make_calculated_scales(loaded: LoadedModel) -> CalculatedScales | None:
     settings, layers = loaded.config.kv_cache, loaded.build.cache_layers
     if not settings.calculate_kv_scales:
         return None
-    if loaded.device.type != "cpu":
-        raise ConfigError(
-            f"calculate_kv_scales is set, and the device is {loaded.device.type}; in this version scales are calculated on CPUs alone. "
-            "Leave it unset, or take a checkpoint that has scales."
-        )
     if not settings.kv_cache_dtype.startswith("fp8"):
         raise ConfigError(
             f"calculate_kv_scales is set, and kv_cache_dtype is {settings.kv_cache_dtype!r}, whose numbers have no scales. Set "

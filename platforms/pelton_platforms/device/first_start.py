@@ -60,3 +60,5 @@ class FirstStart:
                 run_with_few_layers(model, WarmUpPlan.make(runner).longest_first())
             finally:
                 loaded.notes[:] = notes
+                if runner.cache_scales is not None:
+                    runner.cache_scales.remove()

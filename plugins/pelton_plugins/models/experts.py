@@ -29,6 +29,8 @@ from pelton.ops.moe import (
     MoeTensors,
     RoutingSpec,
 )
+from pelton.ops.packed_blocks import kinds_of, panels_shape
+from pelton.ops.packed_blocks import weight_format as block_format
 from pelton.quantization.interface import LinearShard
 from pelton.quantization.plain import PlainWeights, decoded_weights
 from pelton_plugins.models.settings import NAME, ModelSettings
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from pelton.attention.metadata import ForwardBatch
     from pelton.model.build import BuildConfig
+    from pelton.ops.packed_blocks import BlockKind
     from pelton.parallel.communicator import Communicator
     from pelton.parallel.context import ParallelContext
 
@@ -85,6 +88,7 @@ class ExpertNames:
 PACKED = {
     "e4m3": (torch.float8_e4m3fn, torch.float32, 1),
     "int4_grouped": (torch.uint8, torch.int32, 2), "int4_minima": (torch.uint8, torch.int32, 2),
+    "nf4": (torch.uint8, torch.float32, 2), "fp4": (torch.uint8, torch.float32, 2),
     "int8_grouped": (torch.uint8, torch.int32, 1), "int8_minima": (torch.uint8, torch.int32, 1),
 }  # fmt: skip
 """By weight format: dtype of the weights and of their scales, numbers in one of the former."""
@@ -104,10 +108,31 @@ class PackedExperts(Protocol):
         ...
 
 
+class ExpertBlocks(Protocol):
+    """The same where it can keep them in blocks as well (`pelton.ops.packed_blocks`), which the op for CPUs reads."""
+
+    def block(self, shard: LinearShard) -> BlockKind | None:
+        """Return the kind of block of this matrix; None where it can only be decoded."""
+        ...
+
+    def expect_blocks(self, config: BuildConfig, shard: LinearShard, panels: Tensor) -> None:
+        """Tell `config.weights` what fills this rank's part of the matrix."""
+        ...
+
+
+def is_for_cpu(config: BuildConfig) -> bool:
+    return (config.device_type or config.device.type) == "cpu"
+
+
 def keeps_packed(config: BuildConfig) -> bool:
-    """Return whether experts stay as a checkpoint has them, where an op reads that. On a CPU they are decoded where that is possible: the
-    op in C reads the model's dtype, and torch's decodes anew for each step."""
-    return (config.device_type or config.device.type) != "cpu" or decoded_weights(config) is None
+    """Return whether experts stay as a checkpoint has them, where an op reads that. On a CPU they become blocks, or are decoded: the op in
+    C reads those and the model's dtype, and torch's decodes anew for each step."""
+    return not is_for_cpu(config) or decoded_weights(config) is None
+
+
+def keeps_blocks(config: BuildConfig) -> bool:
+    """Return whether experts are kept in blocks, where they can be. The op in C has no float16."""
+    return is_for_cpu(config) and config.dtype != torch.float16
 
 
 class SparseMoe(nn.Module):
@@ -322,7 +347,13 @@ def _shards(
 def _form(config: BuildConfig, shards: list[LinearShard]) -> tuple[str, int | None]:
     """Return the form in which all of these are kept."""
     method: PackedExperts | None = getattr(config.quantization, "experts", None)
-    form = None if method is None or not keeps_packed(config) else _common([method.form(shard) for shard in shards])
+    form = None
+    if method is not None and keeps_packed(config):
+        form = _common([method.form(shard) for shard in shards])
+    elif hasattr(method, "block") and keeps_blocks(config):
+        blocks: ExpertBlocks = config.quantization.experts  # type: ignore[attr-defined]
+        kinds = [kind for shard in shards if (kind := blocks.block(shard)) is not None]
+        form = (block_format(kinds), None) if len(kinds) == len(shards) else None
     if form is None and config.quantization.name != PlainWeights.name and decoded_weights(config) is not None:
         _report_decoded(config.quantization.name, config.dtype_name)
     return form or ("plain", None)
@@ -350,7 +381,11 @@ def _stored_experts(
     down; or all of those that it holds whole."""
     hidden, width, group = spec.hidden_size, spec.intermediate_size, spec.group_size
     held = experts_here(spec, num_experts)
-    packing = PACKED.get(spec.weight_format)
+    packing, kinds = PACKED.get(spec.weight_format), kinds_of(spec.weight_format)
+    if kinds is not None:
+        made = _expert_panels(config, prefix, spec, intermediate_size, held, names, kinds)
+        _leave_others(config, prefix, held, num_experts)
+        return made
     dtype, scale_dtype, per_number = (None, None, 1) if packing is None else packing
     made = {}
     for name, num_rows, num_columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
@@ -373,10 +408,32 @@ def _stored_experts(
                 method = decoded_weights(config)
                 assert method is not None, "see `_check_method`"
                 method.expect(config, shard, made[name][place, rows])
+    _leave_others(config, prefix, held, num_experts)
+    return made
+
+
+def _expert_panels(
+    config: BuildConfig, prefix: str, spec: ExpertsSpec, intermediate_size: int, held: range, names: ExpertNames,
+    kinds: list[BlockKind],
+) -> dict[str, nn.Parameter]:  # fmt: skip
+    """The same in blocks; kinds: of gate, up and down, or of all."""
+    blocks: ExpertBlocks = config.quantization.experts  # type: ignore[attr-defined]
+    hidden, width = spec.hidden_size, spec.intermediate_size
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    made = {
+        name: _parameter(config, len(held), *panels_shape(kind, *shape), dtype=torch.uint8)
+        for (name, shape), kind in zip(shapes.items(), kinds * 3 if len(kinds) == 1 else kinds, strict=True)
+    }
+    for place, index in enumerate(held):
+        for name, shard in _shards(config, f"{prefix}.{index}", hidden, intermediate_size, width, names).items():
+            blocks.expect_blocks(config, shard, made[name].data[place])
+    return made
+
+
+def _leave_others(config: BuildConfig, prefix: str, held: range, num_experts: int) -> None:
     elsewhere = [str(index) for index in range(num_experts) if index not in held]
     if elsewhere:
         config.weights.ignore(rf"{re.escape(prefix)}\.({'|'.join(elsewhere)})\..*")
-    return made
 
 
 def experts_here(spec: ExpertsSpec, num_experts: int) -> Sequence[int]:

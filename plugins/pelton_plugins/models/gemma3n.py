@@ -19,7 +19,7 @@ from pelton.model.build import BuildConfig
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
 from pelton.ops.reference import ACTIVATIONS
 from pelton_plugins.models.gemma4 import Gemma4Attention
-from pelton_plugins.models.normed import NormedLinear
+from pelton_plugins.models.normed import NormedLinear, whole_shard
 from pelton_plugins.models.own_inputs import OwnInputsDecoder, num_joined, whole_matrix
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}

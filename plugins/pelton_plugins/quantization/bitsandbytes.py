@@ -1,7 +1,9 @@
-"""bitsandbytes' checkpoints: int8 with a scale for each row, kept as they are, and 4 bits (nf4, fp4), decoded while they load.
+"""bitsandbytes' checkpoints: int8 with a scale for each row, kept as they are, and 4 bits (nf4, fp4), kept packed on GPUs, elsewhere
+decoded while they load.
 
 A number of 4 bits is one of 16 (`quant_map`) times the largest of its block of 64 numbers, rows one behind the other; these are in
-float32, or in 8 bits of their own (double quantization). Inputs are never rounded: bitsandbytes rounds those of int8 but for outliers.
+float32, or in 8 bits of their own (double quantization), which become float32. Inputs are never rounded: bitsandbytes rounds those of
+int8 but for outliers.
 Sources: arXiv:2208.07339 (int8), arXiv:2305.14314 (nf4).
 """
 
@@ -15,10 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pelton.errors import ConfigError
-from pelton.ops.interface import LinearWeights
-from pelton.quantization.plain import PlainWeights
+from pelton.ops.interface import LinearSpec, LinearWeights
+from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.fp8 import is_part_of
 from pelton_plugins.quantization.grouped import WHOLE, Collector, GroupedWeights, GroupForm, Numbers
+from pelton_plugins.weight_forms.blocks import is_for_cpu
+from pelton_plugins.weight_forms.expert_codes import put_codes
+from pelton_plugins.weight_forms.tables import BLOCK, TABLES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,11 +105,13 @@ class Int8Weights(GroupedWeights):
 
 
 class FourBitWeights(PlainWeights):
-    """Plain weights from `weight` [out in / 2, 1] uint8 and what bitsandbytes has beside it."""
+    """Packed or plain weights from `weight` [out in / 2, 1] uint8 and what bitsandbytes has beside it. Matrices with blocks that a row or a
+    rank's columns cut are decoded."""
 
     name = NAME
 
     def __init__(self, kind: str, is_nested: bool, kept: Sequence[str]) -> None:
+        self.kind = kind
         self._state = f"weight.quant_state.bitsandbytes__{kind}"
         names = ["weight", "weight.absmax", "weight.quant_map", self._state]
         self._names = [*names, "weight.nested_absmax", "weight.nested_quant_map"] if is_nested else names
@@ -114,8 +121,38 @@ class FourBitWeights(PlainWeights):
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
     ) -> LinearWeights:
         is_embedding = is_vocabulary and not shards[0].name.endswith("lm_head")
-        method = PlainWeights() if is_embedding else super()
-        return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+        if is_embedding:
+            return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+        if is_for_cpu(config) or is_vocabulary or not all(self.is_packed(shard) for shard in shards):
+            return super().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
+        num_cols = shards[0].cols[1] - shards[0].cols[0]
+        counts = [shard.rows[1] - shard.rows[0] + shard.padding for shard in shards]
+        codes = torch.zeros(sum(counts), num_cols // 2, dtype=torch.uint8, device=config.device)
+        scales = torch.zeros(sum(counts), num_cols // BLOCK, device=config.device)
+        first = 0
+        for shard, count in zip(shards, counts, strict=True):
+            last = first + shard.rows[1] - shard.rows[0]
+            self.expect_packed(config, shard, codes[first:last], scales[first:last])
+            first += count
+        vector = make_bias(config, shards) if bias else None
+        spec = LinearSpec(
+            in_features=num_cols, out_features=sum(counts), weight_format=self.kind, has_bias=vector is not None
+        )
+        return LinearWeights(spec, {"codes": codes, "scales": scales}, vector)
+
+    @property
+    def experts(self) -> TableExperts:
+        return TableExperts(self)
+
+    def is_packed(self, shard: LinearShard) -> bool:
+        """Return whether the matrix can stay as it is."""
+        return not is_part_of(shard.name, self._kept) and not any(
+            edge % BLOCK for edge in (*shard.cols, shard.num_cols)
+        )
+
+    def expect_packed(self, config: BuildConfig, shard: LinearShard, codes: Tensor, scales: Tensor) -> None:
+        """Tell `config.weights` what fills this rank's part of the matrix."""
+        Collector(config, shard.name, dict.fromkeys(self._names), partial(self._keep, shard, codes, scales))
 
     def expect(self, config: BuildConfig, shard: LinearShard, target: Tensor) -> None:
         if is_part_of(shard.name, self._kept):
@@ -123,9 +160,33 @@ class FourBitWeights(PlainWeights):
             return
         Collector(config, shard.name, dict.fromkeys(self._names), partial(self._decode, shard, target))
 
+    def _keep(self, shard: LinearShard, codes: Tensor, scales: Tensor, found: Mapping[str, Tensor]) -> None:
+        numbers, largest, block = self._read(shard, found)
+        table = found["weight.quant_map"].float().flatten()
+        if table.shape != (16,) or not torch.equal(table, torch.tensor(TABLES[self.kind], device=table.device)):
+            raise ConfigError(
+                f"{shard.name}.weight.quant_map is not the table of {self.kind}. Take a checkpoint that bitsandbytes wrote."
+            )
+        if block % BLOCK:
+            raise ConfigError(
+                f"{shard.name}.weight.quant_state has blocksize {block}; served are multiples of {BLOCK}. Quantize it again so."
+            )
+        rows, (left, right) = slice(*shard.rows), shard.cols
+        put_codes(numbers.view(shard.num_rows, shard.num_cols)[rows, left:right], codes)
+        spread = largest.repeat_interleave(block // BLOCK)[: numbers.numel() // BLOCK].view(shard.num_rows, -1)
+        scales.copy_(spread[rows, left // BLOCK : right // BLOCK])
+
     def _decode(self, shard: LinearShard, target: Tensor, found: Mapping[str, Tensor]) -> None:
+        codes, largest, block = self._read(shard, found)
+        numbers = found["weight.quant_map"].float()[codes.int()]
+        numbers *= largest.repeat_interleave(block)[: numbers.numel()]
+        whole = numbers.view(shard.num_rows, shard.num_cols)
+        target.copy_(whole[slice(*shard.rows), slice(*shard.cols)])
+
+    def _read(self, shard: LinearShard, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, int]:
+        """All codes, one behind the other, the largest number of each block (float32), and numbers of a block."""
         state = _read_state(shard, found[self._state])
-        packed, block = found["weight"].flatten(), state["blocksize"]
+        packed = found["weight"].flatten()
         count = shard.num_rows * shard.num_cols
         if (
             packed.dtype != torch.uint8
@@ -144,10 +205,25 @@ class FourBitWeights(PlainWeights):
             )
             largest = found["weight.nested_quant_map"].float()[largest.int()] * nested + state["nested_offset"]
         codes = torch.stack([packed >> 4, packed & 15], 1).flatten()  # the first number in the upper half
-        numbers = found["weight.quant_map"].float()[codes.int()]
-        numbers *= largest.float().repeat_interleave(block)[:count]
-        whole = numbers.view(shard.num_rows, shard.num_cols)
-        target.copy_(whole[slice(*shard.rows), slice(*shard.cols)])
+        return codes, largest.float(), int(state["blocksize"])
+
+
+class TableExperts:
+    """Matrices of experts as they are (`PackedExperts` of `pelton_plugins.models.experts`); those with a block that is cut are decoded."""
+
+    def __init__(self, method: FourBitWeights) -> None:
+        self._method = method
+
+    def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
+        return (self._method.kind, BLOCK) if self._method.is_packed(shard) else None
+
+    def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        if self.form(shard) is None:
+            raise ConfigError(
+                f"quantization is {NAME!r}, and {shard.name} is not quantized, though other experts of its layer are. "
+                "Take a checkpoint that treats them alike."
+            )
+        self._method.expect_packed(config, shard, weight, scale)
 
 
 def _read_state(shard: LinearShard, state: Tensor) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pelton.config import EngineConfig
     from pelton.model.build import BuildConfig
     from pelton.model.resolved import ResolvedModel
+    from pelton.ops.packed_blocks import BlockKind
     from pelton.quantization.interface import LinearShard, QuantizationMethod
 
 NAME = "compressed-tensors"
@@ -88,13 +89,26 @@ class _Experts:
         method = self._method.method_of(shard)
         return None if method is None else method.experts.form(shard)
 
+    def block(self, shard: LinearShard) -> BlockKind | None:
+        method = self._method.method_of(shard)
+        return method.experts.block(shard) if isinstance(method, GroupedWeights) else None
+
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         method = self._method.method_of(shard)
         if method is None:
-            raise ConfigError(
-                f"quantization is {NAME!r}, and {shard.name} is not quantized, though other experts of its layer are. {ADVICE}"
-            )
+            raise self._differs(shard)
         method.experts.expect(config, shard, weight, scale)
+
+    def expect_blocks(self, config: BuildConfig, shard: LinearShard, panels: Tensor) -> None:
+        method = self._method.method_of(shard)
+        if not isinstance(method, GroupedWeights):
+            raise self._differs(shard)
+        method.experts.expect_blocks(config, shard, panels)
+
+    def _differs(self, shard: LinearShard) -> ConfigError:
+        return ConfigError(
+            f"quantization is {NAME!r}, and {shard.name} is not quantized, though other experts of its layer are. {ADVICE}"
+        )
 
 
 class _Decoded(PlainWeights):

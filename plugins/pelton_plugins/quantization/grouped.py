@@ -112,7 +112,7 @@ class GroupedWeights(ABC):
         group = _checked_group(self.name, shards[0], form)
         if not is_for_cpu(config):
             kept: _Kept = _Groups(config, shards, form, group)
-        elif form.bits == 8 and not form.is_symmetric:
+        elif block_kind(form) is None:
             kept = _Dequantized(config, shards, form, group)
         else:
             kept = _Blocks(config, shards, form, group)
@@ -141,8 +141,8 @@ class GroupedWeights(ABC):
 
 
 class GroupedExperts:
-    """Matrices of experts as codes and words (`pelton_plugins.models.experts.PackedExperts`). Where columns are out of order, or a rank's
-    part cuts a group, they are decoded."""
+    """Matrices of experts as codes and words, or in panels (`PackedExperts` and `ExpertBlocks` of `pelton_plugins.models.experts`). Where
+    columns are out of order, or a rank's part cuts a group, they are decoded."""
 
     def __init__(self, method: GroupedWeights) -> None:
         self._method = method
@@ -157,25 +157,51 @@ class GroupedExperts:
         is_power = group is None or (group >= SMALLEST_GROUP and group & (group - 1) == 0)
         return (FORMATS[form.bits], group) if is_whole and is_power else None
 
+    def block(self, shard: LinearShard) -> BlockKind | None:
+        form = self._method.form(shard)
+        if form is None or form.is_ordered:
+            return None
+        size = BLOCK if form.group_size == WHOLE else form.group_size
+        is_whole = size % BLOCK == 0 and not any(edge % size for edge in (*shard.cols, shard.num_cols))
+        return block_kind(form) if is_whole else None
+
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
+        self._expect(config, shard, partial(self._take, weight, scale))
+
+    def expect_blocks(self, config: BuildConfig, shard: LinearShard, panels: Tensor) -> None:
+        self._expect(config, shard, partial(self._take_blocks, shard, panels))
+
+    def _expect(self, config: BuildConfig, shard: LinearShard, put: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        """put: takes codes, scales and zero points of this rank's part."""
         form = self._method.form(shard)
         if form is None:
             raise ConfigError(
                 f"quantization is {self._method.name!r}, and {shard.name} is not quantized, though other experts of its layer are. "
                 "Take a checkpoint that treats them alike."
             )
-        wanted = self._method.tensors(shard, form)
-        Collector(config, shard.name, wanted, partial(self._take, shard, form, weight, scale))
-
-    def _take(
-        self, shard: LinearShard, form: GroupForm, weight: Tensor, scale: Tensor, found: Mapping[str, Tensor]
-    ) -> None:
-        numbers = _finite(shard, self._method.numbers(shard, form, found))
-        rows, groups = slice(*shard.rows), slice(None)
+        groups = slice(None)
         if form.group_size != WHOLE:
             groups = slice(shard.cols[0] // form.group_size, -(-shard.cols[1] // form.group_size))
-        put_codes(numbers.codes(rows)[:, slice(*shard.cols)], weight)
-        scale.copy_(pack_scales(numbers.scales[rows, groups], numbers.zeros[rows, groups]))
+
+        def done(found: Mapping[str, Tensor]) -> None:
+            numbers, rows = _finite(shard, self._method.numbers(shard, form, found)), slice(*shard.rows)
+            put(numbers.codes(rows)[:, slice(*shard.cols)], numbers.scales[rows, groups], numbers.zeros[rows, groups])
+
+        Collector(config, shard.name, self._method.tensors(shard, form), done)
+
+    @staticmethod
+    def _take(weight: Tensor, scale: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor) -> None:
+        put_codes(codes, weight)
+        scale.copy_(pack_scales(scales, zeros))
+
+    def _take_blocks(self, shard: LinearShard, panels: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor) -> None:
+        kind = self.block(shard)
+        if kind is None:
+            raise ConfigError(
+                f"quantization is {self._method.name!r}, and {shard.name} is not quantized as other experts of its layer are. "
+                "Take a checkpoint that treats them alike."
+            )
+        pack(_blocks(codes, scales, zeros, kind, shard.name), kind, panels)
 
 
 class DecodedGroups(PlainWeights):
@@ -346,8 +372,9 @@ class _Blocks(_Kept):
             raise ConfigError(f"tensor_parallel_size is {config.parallel.size}; integer weights on a CPU serve 1.")
         if self.num_cols % BLOCK:
             raise ConfigError(f"{shards[0].name} has {self.num_cols} columns; blocks take a multiple of {BLOCK}.")
-        kind = "q8_0" if form.bits == 8 else "q4_0" if form.is_symmetric else "q4_1"
-        self.kind = KINDS[kind]
+        kind = block_kind(form)
+        assert kind is not None, "see `GroupedWeights.create`"
+        self.kind = kind
         for index, count in enumerate(self.counts):
             self.tensors[f"part{index}"] = config.empty(
                 *panels_shape(self.kind, count, self.num_cols), dtype=torch.uint8
@@ -355,7 +382,7 @@ class _Blocks(_Kept):
         if form.is_ordered:
             self.tensors["order"] = self.order
         self.spec = LinearSpec(
-            in_features=self.num_cols, out_features=sum(self.counts), weight_format=kind, parts=tuple(self.counts)
+            in_features=self.num_cols, out_features=sum(self.counts), weight_format=kind.name, parts=tuple(self.counts)
         )
 
     def take(self, index: int, shard: LinearShard, numbers: Numbers, order: Tensor | None) -> None:
@@ -365,6 +392,13 @@ class _Blocks(_Kept):
             packed = torch.empty(target.shape, dtype=torch.uint8)
             pack(_blocks(codes, scales, zeros, self.kind, shard.name), self.kind, packed)
             target.copy_(packed)
+
+
+def block_kind(form: GroupForm) -> BlockKind | None:
+    """The kind of blocks that hold such numbers; None: there is none with 8 bits and a minimum."""
+    if form.bits == 8:
+        return KINDS["q8_0"] if form.is_symmetric else None
+    return KINDS["q4_0" if form.is_symmetric else "q4_1"]
 
 
 def _blocks(codes: Tensor, scales: Tensor, zeros: Tensor, kind: BlockKind, name: str) -> Tensor:

@@ -26,7 +26,7 @@ def pelton_quantization_methods() -> Sequence[Entry]:
         Entry(name="awq", load=f"{_PACKAGE}.awq:AWQWeights", doc="AWQ's checkpoints: 4 bits in groups with zero points"),
         Entry(name="gptq", load=f"{_PACKAGE}.gptq:GPTQWeights", doc="GPTQ's checkpoints: 4 or 8 bits in groups, in any order of columns"),
         Entry(name="bitsandbytes", load=f"{_PACKAGE}.bitsandbytes:make_bitsandbytes",
-              doc="bitsandbytes' checkpoints: int8 as they are; nf4 and fp4, decoded while they load"),
+              doc="bitsandbytes' checkpoints: int8, nf4 and fp4 as they are; the latter two are decoded while they load on CPUs"),
         Entry(name="mxfp4", load=f"{_PACKAGE}.mxfp4:Mxfp4Weights", 
               doc="gpt-oss checkpoints: experts in four bits"),
         Entry(name="fbgemm_fp8", load=f"{_PACKAGE}.fbgemm:FBGEMMWeights", doc="FBGEMM's checkpoints: a scale for each row"),

@@ -98,6 +98,11 @@ class BlockWeights(PackedWeights):
             codes[rows] = pack_codes(numbers, bits)
             scales[rows] = pack_minima(scale, minimum)
 
+    def expect_panels(self, config: BuildConfig, shard: LinearShard, kind: BlockKind, panels: Tensor) -> None:
+        """Tell `config.weights` what fills this rank's part of the matrix in `panels`."""
+        shape = (shard.num_rows, shard.num_cols)
+        config.weights.expect(f"{shard.name}.weight", shape, panels, fill=partial(self._fill, kind, shard))
+
     def pieces(
         self, shard: LinearShard, kind: BlockKind, weight: LazyWeight, device: torch.device
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
@@ -114,17 +119,22 @@ class BlockWeights(PackedWeights):
 
 
 class BlockExperts:
-    """Matrices of experts as codes and words (`pelton_plugins.models.experts.PackedExperts`). Where a rank's part cuts a block, and where
-    the file has them so, they are in the model's dtype."""
+    """Matrices of experts as codes and words, or in panels (`PackedExperts` and `ExpertBlocks` of `pelton_plugins.models.experts`). Where a
+    rank's part cuts a block, and where the file has them so, they are in the model's dtype."""
 
     def __init__(self, method: BlockWeights) -> None:
         self._method = method
 
     def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
+        kind = self.block(shard)
+        return None if kind is None else (MINIMA[8 if kind.name == "q8_0" else 4], BLOCK)
+
+    def block(self, shard: LinearShard) -> BlockKind | None:
         kind = self._method.kind(shard, is_vocabulary=False)
-        if kind is None or any(edge % BLOCK for edge in shard.cols):
-            return None
-        return MINIMA[8 if kind.name == "q8_0" else 4], BLOCK
+        return None if kind is None or any(edge % BLOCK for edge in shard.cols) else kind
+
+    def expect_blocks(self, config: BuildConfig, shard: LinearShard, panels: Tensor) -> None:
+        self._method.expect_panels(config, shard, _kind(self._method, shard), panels)
 
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         fill = partial(self._fill, shard, scale)

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from pelton_plugins.weight_forms.tables import TABLES, dequantize_table
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 FORMATS = {4: "int4_grouped", 8: "int8_grouped"}
 MINIMA = {4: "int4_minima", 8: "int8_minima"}
 BITS = {name: bits for names in (FORMATS, MINIMA) for bits, name in names.items()}
+READ = (*BITS, *TABLES)
+"""Formats that the ops of torch read."""
 BLOCK = 128  # columns
 SMALLEST_GROUP = 32
 LARGEST_ZERO = 255
@@ -82,6 +86,8 @@ def unpack_scales(words: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(weights: LinearWeights, rows: slice | Tensor = slice(None)) -> Tensor:
     """These rows [n, in] in float32, columns in the order of the codes."""
     spec = weights.spec
+    if spec.weight_format in TABLES:
+        return dequantize_table(weights.tensors["codes"][rows], weights.tensors["scales"][rows], spec.weight_format)
     codes = unpack_codes(weights.tensors["codes"][rows], spec.in_features, BITS[spec.weight_format]).float()
     words = weights.tensors["scales"][rows]
     if spec.weight_format in MINIMA.values():
@@ -109,9 +115,9 @@ class GroupedLinearReference:
 
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
-        if needs.linear.weight_format in BITS:
+        if needs.linear.weight_format in READ:
             return []
-        return [f"weight format {needs.linear.weight_format!r}, only {', '.join(BITS)}"]
+        return [f"weight format {needs.linear.weight_format!r}, only {', '.join(READ)}"]
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
@@ -140,7 +146,7 @@ class GroupedEmbedReference:
 
     @staticmethod
     def unsupported(needs: EmbedNeeds) -> list[str]:
-        return [] if needs.weight_format in BITS else [f"weight format {needs.weight_format!r}, only {', '.join(BITS)}"]
+        return [] if needs.weight_format in READ else [f"weight format {needs.weight_format!r}, only {', '.join(READ)}"]
 
     @staticmethod
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:

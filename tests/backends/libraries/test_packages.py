@@ -73,6 +73,18 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
+def flash_attn_cute(
+    q, k, v, *, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table, softmax_scale, causal, window_size, softcap
+):  # fmt: skip
+    assert page_table.dtype == torch.int32 and seqused_k.max() <= max_seqlen_k
+    window = tuple(-1 if side is None else side for side in window_size)
+    out = flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=seqused_k, page_table=page_table, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        softmax_scale=softmax_scale, causal=causal, window_size=window, softcap=softcap,
+    )  # fmt: skip
+    return out, None
+
+
 class BatchPrefillWithPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer, kv_layout):
         assert kv_layout == "NHD"
@@ -105,6 +117,13 @@ def flash_three(monkeypatch):
 
 
 @pytest.fixture
+def flash_four(monkeypatch):
+    monkeypatch.setattr(needs, "DTYPES", ("float32", "bfloat16", "float16"))
+    module = SimpleNamespace(flash_attn_varlen_func=flash_attn_cute)
+    monkeypatch.setattr(flash_attn, "find_library", lambda: (4, module))
+
+
+@pytest.fixture
 def infer(monkeypatch):
     monkeypatch.setattr(needs, "DTYPES", ("float32", "bfloat16", "float16"))
     monkeypatch.setattr(flashinfer, "HEAD_DIMS", (16, 24, 64, 128))
@@ -115,6 +134,11 @@ def infer(monkeypatch):
 
 @pytest.mark.usefixtures("flash_three")
 class TestFlashAttention(AttentionBackendConformance):
+    backend = FlashAttentionBackend
+
+
+@pytest.mark.usefixtures("flash_four")
+class TestFlashAttentionFour(AttentionBackendConformance):
     backend = FlashAttentionBackend
 
 
@@ -131,6 +155,28 @@ def test_flash_attention_two_reads_pages_of_256(monkeypatch):
     step = AttentionStep(FlashAttentionBackend, case)
     step.write()
     torch.testing.assert_close(step.run().float(), step.expected().float(), atol=2e-2, rtol=2e-2)
+
+
+def test_the_first_version_that_is_there_is_taken(monkeypatch):
+    """Version 4 alone leaves a folder `flash_attn` without calls: no version 2."""
+    two, four = SimpleNamespace(flash_attn_varlen_func=1), SimpleNamespace(flash_attn_varlen_func=2)
+    folder = SimpleNamespace()
+
+    def found(modules):
+        def load(name):
+            if name not in modules:
+                raise ImportError(f"No module named {name!r}")
+            return modules[name]
+
+        monkeypatch.setattr(flash_attn, "importlib", SimpleNamespace(import_module=load))
+        return flash_attn.find_library.__wrapped__()
+
+    assert found({"flash_attn": two}) == (2, two)
+    assert found({"flash_attn": folder, "flash_attn.cute": four}) == (4, four)
+    assert found({"flash_attn": folder}).startswith(
+        "the package flash_attn is not here (flash_attn has no flash_attn_varlen_func)"
+    )
+    assert found({}).endswith("pip install flash-attn or flash-attn-4")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from pelton_moe_case import ROUTINGS, SIZES, check_copies, check_moe, check_whole_experts, moe_case
@@ -12,6 +14,8 @@ from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
+IN_BLOCKS = 2e-4
+"""Of float32, root mean square: inputs are rounded to 16 bits."""
 IN_PANELS = 64, 32
 """Sizes whose weights are brought into panels; odd ones are read where they lie."""
 
@@ -71,9 +75,42 @@ def test_one_expert_has_all_tokens_in_several_groups_of_blocks() -> None:
     check_moe(NativeMoe, needs, tensors, x, slots, tolerance=1e-4)
 
 
-def test_other_dtypes_are_refused() -> None:
+@pytest.mark.parametrize("sizes", [IN_PANELS, (96, 64)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("weight_format", ["q8_0", "q4_0", "q4_1", "q4_0+q4_1+q8_0"])
+def test_weights_in_blocks(weight_format: str, dtype: torch.dtype, sizes: tuple[int, int], isa: str) -> None:
+    """Inputs are rounded to 16 bits. Few rows of an expert and many take two ways."""
+    tolerance = IN_BLOCKS if dtype == torch.float32 else 0.01  # the reference rounds weights to bfloat16
+    for name, num_tokens in (("softmax", 1), ("groups", 5), ("corrected", 40), ("input", 70), ("softmax", 200)):
+        made = moe_case(CPU, ROUTINGS[name], num_tokens, dtype, sizes, weight_format=weight_format)
+        check_moe(NativeMoe, *made, tolerance=tolerance)
+
+
+def test_blocks_with_biases_and_on_several_ranks(isa: str) -> None:
+    routing = RoutingSpec(num_experts=6, top_k=2)
+    for num_tokens in (1, 40):
+        for check in (check_moe, partial(check_whole_experts, counts=(1, 2, 3))):
+            made = moe_case(
+                CPU, routing, num_tokens, sizes=IN_PANELS, activation="swiglu_oai", limit=0.5, has_bias=True, weight_format="q8_0"
+            )  # fmt: skip
+            check(NativeMoe, *made, tolerance=IN_BLOCKS)
+
+
+def test_a_row_in_blocks_is_the_same_alone() -> None:
+    """Up to eight rows of an expert, and any number where no panels are dequantized."""
+    needs, tensors, x, slots = moe_case(CPU, ROUTINGS["groups"], 8, sizes=IN_PANELS, weight_format="q4_1")
+    slots = torch.arange(8)
+    op = NativeMoe.bind(needs, tensors)
+    together = op(x, slots)
+    for row in range(8):
+        assert torch.equal(op(x[row : row + 1], slots[:1]), together[row : row + 1])
+
+
+def test_other_dtypes_and_forms_are_refused() -> None:
     needs, *_ = moe_case(CPU, ROUTINGS["softmax"], 1, torch.float16)
     assert NativeMoe.unsupported(needs) == ["dtype float16, only float32, bfloat16"]
+    needs, *_ = moe_case(CPU, ROUTINGS["softmax"], 1, sizes=IN_PANELS, weight_format="int4_grouped", group_size=32)
+    assert NativeMoe.unsupported(needs) == ["weight format 'int4_grouped', only plain, q8_0, q4_0, q4_1"]
 
 
 def test_a_recorded_call_chooses_experts_again() -> None:

@@ -68,6 +68,8 @@ def test_biases_and_the_activation_of_gpt_oss(num_tokens: int, device: torch.dev
         ({"weight_format": "int8_grouped", "group_size": 64}, (128, 192)),
         ({"weight_format": "int4_minima", "group_size": 32}, (96, 160)),
         ({"weight_format": "int8_minima", "group_size": 32}, (96, 160)),
+        ({"weight_format": "nf4", "group_size": 64}, (128, 192)),
+        ({"weight_format": "fp4", "group_size": 64, "activation": "swiglu_oai", "has_bias": True}, (64, 128)),
     ],
     ids=str,
 )
@@ -87,6 +89,7 @@ def test_one_tokens_rows_in_e4m3_of_many_experts_and_several_pieces(device: torc
     [
         {"weight_format": "e4m3", "group_size": 32}, {"weight_format": "mxfp4"}, {"weight_format": "int4_grouped", "group_size": 32},
         {"weight_format": "int8_grouped"}, {"weight_format": "int8_minima", "group_size": 32},
+        {"weight_format": "nf4", "group_size": 32},
     ],
     ids=str,
 )  # fmt: skip

@@ -60,16 +60,18 @@ def write_both(folder, kinds):
     return str(plain), str(folder / "m.gguf")
 
 
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["packed", "blocks"])
 @pytest.mark.parametrize(
-    "kinds, form",
+    "kinds, form, blocks",
     [
-        (("Q8_0", "Q8_0", "Q8_0"), "int8_minima"), (("Q4_0", "Q4_1", "Q4_0"), "int4_minima"), (("Q4_1", "Q4_1", "Q8_0"), "int8_minima"),
-        (("F32", "F32", "F32"), "plain"),
+        (("Q8_0", "Q8_0", "Q8_0"), "int8_minima", "q8_0"), (("Q4_0", "Q4_1", "Q4_0"), "int4_minima", "q4_0+q4_1+q4_0"),
+        (("Q4_1", "Q4_1", "Q8_0"), "int8_minima", "q4_1+q4_1+q8_0"), (("F32", "F32", "F32"), "plain", "plain"),
     ],
     ids=str,
 )  # fmt: skip
-def test_ids_are_those_of_transformers_with_what_the_blocks_say(kinds, form, tmp_path, monkeypatch):
-    monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+def test_ids_are_those_of_transformers_with_what_the_blocks_say(kinds, form, blocks, in_blocks, tmp_path, monkeypatch):
+    if not in_blocks:
+        monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
     forms, choose = [], experts._form
     monkeypatch.setattr(experts, "_form", lambda *args: forms.append(choose(*args)) or forms[-1])
     plain, file = write_both(tmp_path, kinds)
@@ -79,4 +81,4 @@ def test_ids_are_those_of_transformers_with_what_the_blocks_say(kinds, form, tmp
     for settings in ({"quantization": "gguf"}, {}):
         with make_llm(file, **settings) as llm:
             assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
-    assert {name for name, _ in forms} == {form, "plain"}
+    assert {name for name, _ in forms} == {blocks if in_blocks else form, "plain"}

@@ -4,26 +4,23 @@ import json
 
 import pytest
 import torch
+from pelton_grouped import four_bits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
+from pelton.layers.linear import LinearModule
 from pelton.model.build import make_build_config
 from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.quantization import bitsandbytes as bitsandbytes_module
 from pelton_plugins.quantization import grouped
 
 PLUGINS = load_plugins(only=[])
 PROMPT = [5, 9, 200, 31, 77, 4, 18, 250, 13, 13, 90, 2]
-# QLoRA (arXiv:2305.14314), appendix E.
-NF4 = [
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434,
-    0.5626170039176941, 0.7229568362236023, 1.0,
-]  # fmt: skip
 
 
 def int_quantized(strategy="channel", *, symmetric=True, inputs=True, **changed):
@@ -87,31 +84,6 @@ def rows_of_bytes(weight):
     return found, codes * largest[:, None] / 127
 
 
-def four_bits(weight, settings, block=64, nested=256):
-    table, flat = torch.tensor(NF4), weight.flatten()
-    largest = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block).abs().amax(1)
-    state = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": list(weight.shape)}
-    found = {"weight.absmax": largest, "weight.quant_map": table}
-    if settings.get("bnb_4bit_use_double_quant"):
-        offset, outer = largest.mean().item(), torch.linspace(-1, 1, 256)
-        rest = torch.nn.functional.pad(largest - offset, (0, -len(largest) % nested)).view(-1, nested)
-        most = rest.abs().amax(1)
-        codes = (rest / most[:, None]).flatten()[: len(largest)].sub(outer[:, None]).abs().argmin(0)
-        largest = outer[codes] * most.repeat_interleave(nested)[: len(largest)] + offset
-        state |= {"nested_blocksize": nested, "nested_dtype": "float32", "nested_offset": offset}
-        found |= {
-            "weight.absmax": codes.to(torch.uint8),
-            "weight.nested_absmax": most,
-            "weight.nested_quant_map": outer,
-        }
-    spread = largest.repeat_interleave(block)[: len(flat)]
-    codes = (flat / spread).sub(table[:, None]).abs().argmin(0)
-    found["weight"] = (codes[::2] << 4 | codes[1::2]).to(torch.uint8).unsqueeze(1)
-    blob = json.dumps(state).encode()
-    found["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(blob), dtype=torch.uint8)
-    return found, (table[codes] * spread).view(weight.shape)
-
-
 def quantize_checkpoint(path, settings):
     """In place; return what the matrices are now."""
     (file,) = path.glob("*.safetensors")
@@ -167,8 +139,11 @@ def test_logits_are_those_of_transformers_with_the_dequantized_weights(form, fam
         got = torch.cat([run.step({"a": PROMPT[:7]})["a"], run.step({"a": PROMPT[7:]})["a"]])
         # Blocks: inputs have 16 bits, scales are rounded to float16. Groups keep 16 of a float32's 24 bits.
         is_exact = kept_as == "groups" or "nf4" in form
+        forms = {module.spec.weight_format for module in run.model.modules() if isinstance(module, LinearModule)}
+        assert ("nf4" in forms) == (kept_as == "groups" and "nf4" in form), forms
         assert (got - want).norm() < (5e-5 if is_exact else 2e-3) * want.norm()
         assert (got - exact).norm() > 1e-3 * exact.norm()
+        monkeypatch.setattr(bitsandbytes_module, "is_for_cpu", lambda config: False)
         monkeypatch.setattr(grouped, "_Blocks", grouped._Groups)
         monkeypatch.setattr(grouped, "_Dequantized", grouped._Groups)
 
@@ -202,6 +177,23 @@ def test_numbers_that_are_not_what_config_says_are_refused(tmp_path):
         tensors = load_file(file)
         name = "model.layers.0.mlp.down_proj.weight"
         save_file({**tensors, name: tensors[name].float()}, file, metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=message):
+            driver(path)
+
+
+def test_tables_and_blocks_that_are_not_bitsandbytes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(bitsandbytes_module, "is_for_cpu", lambda config: False)
+    path = make(tmp_path / "m")
+    quantize_checkpoint(path, FORMS["bnb-nf4"])
+    (file,) = path.glob("*.safetensors")
+    tensors, name = load_file(file), "model.layers.0.mlp.down_proj.weight"
+    state = json.loads(bytes(tensors[f"{name}.quant_state.bitsandbytes__nf4"].tolist()))
+    wrong = torch.tensor(list(json.dumps(state | {"blocksize": 32}).encode()), dtype=torch.uint8)
+    for changed, message in (
+        ({f"{name}.quant_map": tensors[f"{name}.quant_map"] * 2}, "quant_map is not the table of nf4"),
+        ({f"{name}.quant_state.bitsandbytes__nf4": wrong}, "has blocksize 32; served are multiples of 64"),
+    ):
+        save_file(tensors | changed, file, metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=message):
             driver(path)
 

@@ -1,13 +1,18 @@
-"""Experts in integers of checkpoints, packed as on GPUs and decoded as on CPUs: the ids of transformers in float32 whose experts are what
-the numbers say, token for token."""
+"""Experts in integers of checkpoints, packed as on GPUs, in blocks as on CPUs, and decoded: the ids of transformers in float32 whose
+experts are what the numbers say, token for token: batched, alone, in chunks, with hits of the prefix cache, after preemption."""
 
 import json
 import shutil
 
 import pytest
-import torch
 from pelton_e2e import generate, greedy, greedy_reference, make_llm, make_prompts
-from pelton_grouped import Form, quantize, tensors_of
+from pelton_grouped import (
+    Form,
+    bitsandbytes_tensors,
+    grouped_tensors,
+    int_quantized_tensors,
+    nf4_tensors,
+)
 from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
@@ -31,31 +36,6 @@ KEPT = [
     "layers.0.mlp.down_proj",
 ]
 IGNORED = [f"re:.*{name}.*" for name in ("self_attn", "lm_head", "shared_experts", r"layers.0.mlp.(gate|up|down)_proj")]
-
-
-def int8_rows(weight):
-    """What bitsandbytes and int-quantized have alike: (codes, the largest number of each row, what they say)"""
-    largest = weight.abs().amax(1).half().float()
-    codes = (weight / largest[:, None] * 127).round().clamp(-127, 127)
-    return codes.to(torch.int8), largest, codes * (largest / 127)[:, None]
-
-
-def grouped_tensors(form):
-    def make(module, weight):
-        made = quantize(weight, form, len(module))
-        return {f"{module}.{name}": part for name, part in tensors_of(made, form).items()}, made.weight
-
-    return make
-
-
-def bitsandbytes_tensors(module, weight):
-    codes, largest, said = int8_rows(weight)
-    return {f"{module}.weight": codes, f"{module}.SCB": largest, f"{module}.weight_format": torch.tensor(0)}, said
-
-
-def int_quantized_tensors(module, weight):
-    codes, largest, said = int8_rows(weight)
-    return {f"{module}.weight": codes, f"{module}.weight_scale": (largest / 127)[:, None]}, said
 
 
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": KEPT}
@@ -86,11 +66,16 @@ WEIGHT_FORMATS = {
     "bitsandbytes-int8": ("int8_grouped", None), "int-quantized": ("int8_grouped", None),
 }  # fmt: skip
 
+BLOCKS = {
+    case: ("plain", None) if case == "gptq-ordered" else ("q8_0" if bits == "int8_grouped" else "q4_0", None)
+    for case, (bits, _) in WEIGHT_FORMATS.items()
+} | {"awq": ("q4_1", None), "packed-zeros": ("q4_1", None)}
 
-def write_both(folder, family, settings, make):
+
+def write_both(folder, family, settings, make, **sizes):
     """The checkpoint whose experts are quantized, and one that has what they say."""
     plain, packed = folder / "plain", folder / "packed"
-    make_tiny_checkpoint(plain, family, with_tokenizer=False, **SIZES)
+    make_tiny_checkpoint(plain, family, with_tokenizer=False, **(SIZES | sizes))
     shutil.copytree(plain, packed)
     tensors = load_file(plain / "model.safetensors")
     small = dict(tensors)
@@ -113,36 +98,86 @@ def forms(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("is_kept", [False, True], ids=["decoded", "packed"])
+@pytest.mark.parametrize("way", ["decoded", "packed", "blocks"])
 @pytest.mark.parametrize("case", CASES)
-def test_ids_are_those_of_transformers_with_the_dequantized_experts(case, is_kept, forms, tmp_path, monkeypatch):
-    if is_kept:
+def test_ids_are_those_of_transformers_with_the_dequantized_experts(case, way, forms, tmp_path, monkeypatch):
+    """In chunks; together, alone, and once more with the cached prompts."""
+    if way == "packed":
         monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    elif way == "decoded":
+        monkeypatch.setattr(experts, "keeps_blocks", lambda config: False)
     plain, packed = write_both(tmp_path, "qwen3_moe", *CASES[case])
     prompts = make_prompts(VOCAB_SIZE, LENGTHS)
     want, gap = greedy_reference(plain, prompts, NUM_TOKENS)
     assert gap > 1e-4
     with make_llm(packed, max_num_batched_tokens=32) as llm:
         assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
-    assert set(forms) == {WEIGHT_FORMATS[case] if is_kept else ("plain", None)}
+        assert [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in prompts] == want
+    assert set(forms) == {{"packed": WEIGHT_FORMATS[case], "blocks": BLOCKS[case], "decoded": ("plain", None)}[way]}
 
 
+@pytest.mark.parametrize("case", ["awq", "bitsandbytes-int8"])
+def test_experts_in_blocks_after_preemption(case, forms, tmp_path):
+    plain, packed = write_both(tmp_path, "qwen3_moe", *CASES[case])
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    want, _ = greedy_reference(plain, prompts, NUM_TOKENS)
+    with make_llm(packed, num_gpu_blocks_override=7, max_model_len=64) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
+        assert llm.num_preemptions() > 0
+    assert set(forms) == {BLOCKS[case]}
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["packed", "blocks"])
 @pytest.mark.parametrize(
     "family, case", [("mixtral", "awq"), ("deepseek_v3_moe", "packed-zeros"), ("glm4_moe", "gptq")]
 )
-def test_other_families(family, case, forms, tmp_path, monkeypatch):
-    monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+def test_other_families(family, case, in_blocks, forms, tmp_path, monkeypatch):
+    """Blocks keep minus scale times zero point in float16: theirs is a form without zero points."""
+    if in_blocks:
+        case = {"awq": "gptq", "packed-zeros": "packed"}.get(case, case)
+    else:
+        monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
     plain, packed = write_both(tmp_path, family, *CASES[case])
     prompts = make_prompts(VOCAB_SIZE, LENGTHS)
     want, _ = greedy_reference(plain, prompts, NUM_TOKENS)
     with make_llm(packed) as llm:
         assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
-    assert set(forms) == {WEIGHT_FORMATS[case]}
+    assert set(forms) == {BLOCKS[case] if in_blocks else WEIGHT_FORMATS[case]}
+
+
+@pytest.mark.parametrize("is_double", [False, True], ids=["single", "double"])
+@pytest.mark.parametrize("way", ["packed", "decoded", "cut"])
+def test_experts_in_nf4(way, is_double, forms, tmp_path, monkeypatch):
+    """Where a row of down is half a block, and on CPUs, they are decoded."""
+    if way != "decoded":
+        monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    settings = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "llm_int8_skip_modules": KEPT,
+    }
+    settings |= {"bnb_4bit_use_double_quant": is_double}
+
+    plain, packed = write_both(
+        tmp_path,
+        "qwen3_moe",
+        settings,
+        nf4_tensors(is_double=is_double),
+        moe_intermediate_size=32 if way == "cut" else 64,
+    )
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    want, gap = greedy_reference(plain, prompts, NUM_TOKENS)
+    assert gap > 1e-5
+    with make_llm(packed, max_num_batched_tokens=32) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
+        assert [generate(llm, [prompt], greedy(NUM_TOKENS))[0] for prompt in prompts] == want
+    assert set(forms) == {("nf4", 64) if way == "packed" else ("plain", None)}
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["shares", "whole"])
 def test_ranks_have_their_part_of_packed_experts(is_whole, tmp_path):
-    """32 columns of down are one group: half of them are decoded."""
+    """32 columns of down are one group, and one block: half of them are decoded. Whole experts are in blocks."""
     plain, packed = write_both(tmp_path, "qwen3_moe", *CASES["awq"])
     prompts = make_prompts(VOCAB_SIZE, LENGTHS)
     want, _ = greedy_reference(plain, prompts, NUM_TOKENS)
@@ -159,10 +194,12 @@ def in_blocks(kind):
     return make
 
 
+@pytest.mark.parametrize("way", ["packed", "blocks"])
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
-def test_experts_are_quantized_while_they_load(kind, forms, tmp_path, monkeypatch):
+def test_experts_are_quantized_while_they_load(kind, way, forms, tmp_path, monkeypatch):
     """Other matrices would be rounded too: here they stay as they are."""
-    monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    if way == "packed":
+        monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
     monkeypatch.setattr(
         "pelton_plugins.weight_forms.blocks.BlockWeights.create",
         lambda self, config, shards, **more: self.decoded.create(config, shards, **more),
@@ -172,11 +209,14 @@ def test_experts_are_quantized_while_they_load(kind, forms, tmp_path, monkeypatc
     want, _ = greedy_reference(plain, prompts, NUM_TOKENS)
     with make_llm(packed, quantization=kind) as llm:
         assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
-    assert set(forms) == {("int8_minima" if kind == "q8_0" else "int4_minima", 32)}
+    packed_form = ("int8_minima" if kind == "q8_0" else "int4_minima", 32)
+    assert set(forms) == {packed_form if way == "packed" else (kind, None)}
 
 
-def test_experts_of_one_layer_that_differ_are_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+@pytest.mark.parametrize("way", ["packed", "blocks"])
+def test_experts_of_one_layer_that_differ_are_an_error(way, tmp_path, monkeypatch):
+    if way == "packed":
+        monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
     settings, make = CASES["awq"]
     settings = settings | {"modules_to_not_convert": [*KEPT, "experts.3"]}
     _, packed = write_both(tmp_path, "qwen3_moe", settings, make)

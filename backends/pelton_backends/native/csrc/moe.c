@@ -1,7 +1,10 @@
 /* A layer of experts: the router, the experts that it chooses for each token, and their weighted sum.
 
    Pairs of a token and one of its experts are sorted by expert: each has a place. Rows are packed by place, so that an expert's are
-   blocks that meet the panels of its weights, as in product.c; a task is some panels of one expert times a group of its blocks. */
+   blocks that meet the panels of its weights, as in product.c; a task is some panels of one expert times a group of its blocks.
+
+   Weights in packed blocks are multiplied as in quant.c: rows of few are rounded to two int8 each, by place; for an expert with
+   QUANT_MANY_ROWS and more its panels are dequantized as they are read, where that is faster. */
 #include "moe.h"
 #include "lines.h"
 
@@ -40,6 +43,10 @@ struct moe_call {
     const struct engine *engine;
     struct shape shape;
     int64_t weight_stride, bias_stride, k;
+    struct quant quant;            /* `num_parts` 0: a plain matrix */
+    int64_t part_stride[2];
+    int has_dense;                 /* packed blocks are dequantized for many rows: `engine` multiplies those */
+    struct inputs x8;              /* other rows, by place */
     const struct part *parts;
     const char *rows;              /* plain, by place; NULL: x, by token */
     char *packed, *result;         /* by place */
@@ -219,16 +226,50 @@ INLINE int64_t groups_of(const struct engine *engine, int64_t rows) {
     return (blocks_of(engine, rows) + GROUP_BLOCKS - 1) / GROUP_BLOCKS;
 }
 
+/* Whether an expert with so many rows has them in int8. */
+INLINE int is_in_int8(const struct moe_call *call, int64_t rows) {
+    return call->quant.num_parts > 0 && !(call->has_dense && rows >= QUANT_MANY_ROWS);
+}
+
+/* Bytes of a panel in memory. */
+INLINE int64_t panel_bytes_of(const struct moe_call *call) {
+    if (call->quant.num_parts == 0)
+        return PANEL * call->k * call->engine->weight_bytes;
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < 2; i++)
+        bytes += call->matrix.in_features / QUANT_BLOCK * record_bytes(call->quant.parts[i % call->quant.num_parts].kind);
+    return bytes;
+}
+
+/* A row by place; where it is another's times its share, in `room`. */
+INLINE const char *row_of_pair(const struct moe_call *call, int64_t place, char *room) {
+    const struct moe *op = call->op;
+    int64_t k = call->shape.k, bytes = k * (int64_t)size_of(call->matrix.dtype);
+    if (call->rows != NULL)
+        return call->rows + place * bytes;
+    int64_t pair = call->pairs[place];
+    const char *from = call->x + pair / op->top_k * bytes;
+    if (!op->scales_input)
+        return from;
+    for (int64_t i = 0; i < k; i++)
+        store(room, i, load(from, i, op->gate_up.dtype) * call->shares[pair], op->gate_up.dtype);
+    return room;
+}
+
 /* Pack one expert's rows. */
 static void run_pack(void *context, int64_t expert, struct turn *turn) {
     const struct moe_call *call = context;
-    const struct moe *op = call->op;
     int64_t first = call->first[expert], count = call->first[expert + 1] - first, blocks = blocks_of(call->engine, count);
     int64_t k = call->shape.k, bytes = k * (int64_t)size_of(call->matrix.dtype);
     char *lines = pelton_scratch((size_t)(call->engine->most_rows * bytes + 64));
     (void)turn;
     if (lines == NULL) {
         *call->failed = 1;
+        return;
+    }
+    if (is_in_int8(call, count)) {
+        for (int64_t place = first; place < first + count; place++)
+            pelton_quant_round(row_of_pair(call, place, lines), call->matrix.dtype, place, &call->x8);
         return;
     }
     for (int64_t block = 0; block < blocks; block++) {
@@ -238,13 +279,9 @@ static void run_pack(void *context, int64_t expert, struct turn *turn) {
             rows = call->rows + start * bytes;
         else
             for (int64_t row = 0; row < m; row++) {
-                int64_t pair = call->pairs[start + row];
-                const char *from = call->x + pair / op->top_k * bytes;
-                if (!op->scales_input)
+                const char *from = row_of_pair(call, start + row, lines + row * bytes);
+                if (from != lines + row * bytes)
                     memcpy(lines + row * bytes, from, (size_t)bytes);
-                else
-                    for (int64_t i = 0; i < k; i++)
-                        store(lines + row * bytes, i, load(from, i, op->gate_up.dtype) * call->shares[pair], op->gate_up.dtype);
             }
         call->engine->pack_block(rows, m, k, call->packed + start * call->k * call->engine->x_bytes);
     }
@@ -252,22 +289,34 @@ static void run_pack(void *context, int64_t expert, struct turn *turn) {
 
 /* A panel times blocks of an expert's rows -> sums [rows][PANEL]. */
 static void multiply_panel(const struct moe_call *call, const struct part *part, const char *weight, int64_t index, char *room,
-                           float *sums) {
+                           float *sums, const struct quant *quant) {
     const struct engine *engine = call->engine;
     int64_t panel_bytes = PANEL * call->k * engine->weight_bytes, blocks = blocks_of(engine, part->rows);
     int64_t here = part->last_block - part->block, start = part->rows * part->block / blocks;
-    const char *panel = room, *fetch = weight + index * panel_bytes;
-    if (call->matrix.is_packed)
-        panel = fetch;
-    else
-        engine->pack_panel(&call->shape, weight, index, room);
-    fetch += here > 1 ? panel_bytes : part->rows <= engine->near_rows ? FETCH_NEAR : engine->fetch_far;
+    const char *panel = room, *fetch = room;
+    if (quant->num_parts > 0) {
+        pelton_quant_panel(quant, index, room); /* which fetches the next ones */
+        panel_bytes = 0;
+    } else {
+        fetch = weight + index * panel_bytes;
+        if (call->matrix.is_packed)
+            panel = fetch;
+        else
+            engine->pack_panel(&call->shape, weight, index, room);
+        fetch += here > 1 ? panel_bytes : part->rows <= engine->near_rows ? FETCH_NEAR : engine->fetch_far;
+    }
     for (int64_t block = part->block; block < part->last_block; block++) {
         int64_t row = part->rows * block / blocks, m = part->rows * (block + 1) / blocks - row;
         const char *packed = call->packed + (part->first + row) * call->k * engine->x_bytes;
         engine->multiply(packed, panel, call->k, sums + (row - start) * PANEL, fetch, panel_bytes / here, m);
         fetch += panel_bytes / here;
     }
+}
+
+/* The rows of a part in int8, by a panel of packed blocks. */
+static void multiply_blocks(const struct moe_call *call, const struct quant *quant, int64_t index, int64_t first, int64_t m, float *sums) {
+    for (int64_t row = 0; row < m; row += QUANT_TILE)
+        pelton_quant_sums(quant, &call->x8, index, first + row, least(QUANT_TILE, m - row), sums + row * PANEL);
 }
 
 static void run_part(void *context, int64_t task, struct turn *turn) {
@@ -288,8 +337,17 @@ static void run_part(void *context, int64_t task, struct turn *turn) {
     }
     float *sums = (float *)(room + round_up(panel_bytes, 64));
     const char *weight = (const char *)op.weight + part.expert * call->weight_stride;
-    for (int64_t index = part.begin; index < part.end; index++)
-        multiply_panel(call, &part, weight, index, room, sums + (index - part.begin) * m * PANEL);
+    struct quant quant = call->quant;
+    for (int64_t i = 0; i < quant.num_parts; i++)
+        quant.parts[i].panels += part.expert * call->part_stride[i];
+    int is_int8 = is_in_int8(call, part.rows);
+    for (int64_t index = part.begin; index < part.end; index++) {
+        float *own = sums + (index - part.begin) * m * PANEL;
+        if (is_int8)
+            multiply_blocks(call, &quant, index, part.first + start, m, own);
+        else
+            multiply_panel(call, &part, weight, index, room, own, &quant);
+    }
     if (!may_write(turn))
         return;
     size_t row_bytes = (size_t)shape->columns * size_of(op.dtype);
@@ -303,7 +361,7 @@ static void run_part(void *context, int64_t task, struct turn *turn) {
 
 /* Panels of a task, where an expert's group has so many rows. */
 INLINE int64_t panels_together(const struct moe_call *call, int64_t num_groups) {
-    int64_t panel_bytes = PANEL * call->k * call->engine->weight_bytes, num_panels = call->shape.num_panels;
+    int64_t panel_bytes = panel_bytes_of(call), num_panels = call->shape.num_panels;
     int64_t together = most(TASK_BYTES / most(panel_bytes, 1), 1);
     int64_t wanted = TASKS_EACH * pool_num_threads(), spread = num_panels * num_groups / most(wanted, 1);
     return most(least(least(together, spread), TASK_SUMS / (GROUP_BLOCKS * call->engine->most_rows * PANEL * 4)), 1);
@@ -335,6 +393,17 @@ static void take_matrix(struct moe_call *call, int index) {
     const struct moe *op = call->op;
     call->matrix = index == 0 ? op->gate_up : op->down;
     call->engine = pelton_engine(&call->matrix);
+    call->quant.num_parts = 0;
+    if (op->parts[0].panels != NULL) {
+        const struct engine *dense = pelton_quant_engine(&call->matrix);
+        int first = index == 0 ? 0 : 2, count = index == 0 ? 2 : 1;
+        call->quant = (struct quant){.op = call->matrix, .num_parts = count};
+        for (int i = 0; i < count; i++)
+            call->quant.parts[i] = op->parts[first + i], call->part_stride[i] = op->part_stride[first + i];
+        call->has_dense = dense != NULL;
+        if (dense != NULL)
+            call->engine = dense;
+    }
     call->shape = shape_of(&call->matrix);
     call->k = round_up(call->matrix.in_features, call->engine->step);
     call->weight_stride = op->weight_stride[index], call->bias_stride = op->bias_stride[index];
@@ -344,6 +413,10 @@ static void take_matrix(struct moe_call *call, int index) {
 static void multiply(struct moe_call *call, int index, struct part *parts, const char *rows, char *result) {
     take_matrix(call, index);
     call->rows = rows, call->result = result, call->parts = parts;
+    if (call->quant.num_parts > 0) {
+        int64_t dense = call->has_dense ? round_up(call->num_pairs * call->k * call->engine->x_bytes, 64) : 0;
+        call->x8 = pelton_quant_inputs(call->packed + dense, call->num_pairs, call->matrix.in_features / QUANT_BLOCK);
+    }
     int64_t count = cut_parts(call, parts), numbers = call->num_pairs * call->shape.k;
     pool_do((struct pool_work){.run = run_pack, .context = call, .num_tasks = call->op->num_held, .is_small = numbers <= 1 << 14});
     pool_do((struct pool_work){.run = run_part, .context = call, .context_bytes = sizeof *call, .num_tasks = count, .has_shares = 1,
@@ -378,13 +451,21 @@ INLINE void *cut(char **memory, int64_t bytes) {
     return start;
 }
 
+/* Bytes of a packed row of the matrix in turn. */
+INLINE int64_t packed_bytes(const struct moe_call *call) {
+    int64_t bytes = call->k * call->engine->x_bytes;
+    if (call->quant.num_parts == 0)
+        return bytes;
+    return (call->has_dense ? bytes : 0) + pelton_quant_input_bytes(1, call->matrix.in_features / QUANT_BLOCK);
+}
+
 /* Bytes of packed rows, and of both products' results, a pair. */
 INLINE int64_t pair_bytes(struct moe_call *call) {
     int64_t element = (int64_t)size_of(call->op->gate_up.dtype), packed;
     take_matrix(call, 0);
-    packed = call->k * call->engine->x_bytes;
+    packed = packed_bytes(call);
     take_matrix(call, 1);
-    return most(packed, call->k * call->engine->x_bytes) + (call->op->down.in_features + call->op->down.out_features) * element;
+    return most(packed, packed_bytes(call)) + (call->op->down.in_features + call->op->down.out_features) * element;
 }
 
 /* Some tokens. */
@@ -396,7 +477,7 @@ static int run_tokens(struct moe_call *call) {
         take_matrix(call, index);
         most_parts = most(most_parts, least(pairs, op->num_held + pairs / call->engine->most_rows) * call->shape.num_panels);
     }
-    int64_t bytes = 64 * 16 + tokens * op->num_experts * 4 + 4 * pairs * 4 + (op->num_held + 1) * 4 +
+    int64_t bytes = 64 * 18 + tokens * op->num_experts * 4 + 4 * pairs * 4 + (op->num_held + 1) * 4 +
                     most_parts * (int64_t)sizeof(struct part) + pairs * pair_bytes(call);
     char *memory = pelton_shared((size_t)bytes);
     if (memory == NULL)
@@ -473,6 +554,8 @@ EXPORT int pelton_moe_compute(const struct moe *op, const void *x, int32_t *plac
 
 /* Bring all experts' matrices into panels, in their own memory, and say so in the struct: those whose shape fits. 1: no memory. */
 EXPORT int pelton_moe_pack(struct moe *op) {
+    if (op->parts[0].panels != NULL)
+        return 0;
     for (int index = 0; index < 2; index++) {
         struct linear *matrix = index == 0 ? &op->gate_up : &op->down;
         char *weight = (char *)matrix->weight;

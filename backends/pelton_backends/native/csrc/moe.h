@@ -2,11 +2,13 @@
 #ifndef PELTON_MOE_H
 #define PELTON_MOE_H
 
-#include "linear.h"
+#include "quant.h"
 
 struct moe {
     struct linear gate_up, down;      /* this rank's first expert's: `weight_stride` and `bias_stride` bytes on are the next one's */
     int64_t weight_stride[2], bias_stride[2];
+    struct quant_part parts[3];       /* the same of gate, up and down in packed blocks, in place of both weights; panels NULL: none */
+    int64_t part_stride[3];
     const void *router, *router_bias; /* [experts, hidden], [experts] or NULL */
     const float *correction;          /* [experts] or NULL */
     int64_t *load;                    /* [experts] or NULL: added to */

@@ -31,7 +31,8 @@ FEW_LOGITS = 8  # tokens whose router's product is ours: a kernel of cuBLAS lets
 BANDS = (64, 128, 256, 512)
 """Tokens up to which tiles are equally large: warm-up has a step in each band. More tokens are sorted, where the device can."""
 INTEGERS = ("int4_grouped", "int8_grouped", "int4_minima", "int8_minima")
-FORMATS = ("plain", "e4m3", "mxfp4", *INTEGERS)
+TABLES = ("nf4", "fp4")
+FORMATS = ("plain", "e4m3", "mxfp4", *INTEGERS, *TABLES)
 _MAX_EXPERTS = 1024
 _BLOCK = 32  # numbers of four bits whose bytes lie together
 _PLACED_PAIRS = 64  # of a program
@@ -102,8 +103,8 @@ class TritonMoe:
         group_size = needs.experts.group_size
         if group_size is not None and (group_size < 16 or group_size & (group_size - 1)):
             reasons.append(f"group_size {group_size}, only powers of two from 16")
-        if needs.experts.weight_format in INTEGERS and group_size is not None and group_size < _BLOCK:
-            reasons.append(f"group_size {group_size} of integers, at least {_BLOCK}")
+        if needs.experts.weight_format in (*INTEGERS, *TABLES) and group_size is not None and group_size < _BLOCK:
+            reasons.append(f"group_size {group_size} of codes, at least {_BLOCK}")
         if needs.experts.activation not in (*ACTIVATIONS, "swiglu_oai"):
             reasons.append(f"activation {needs.experts.activation!r}")
         if needs.routing.num_experts > _MAX_EXPERTS:
@@ -265,7 +266,7 @@ class BoundMoe:
         warps took 35.1."""
         if self._is_plain:
             return _FewTile(2, 1024, 4), _FewTile(1, 256, 1)
-        if self._packed["FORMAT"] in INTEGERS:
+        if self._packed["FORMAT"] in (*INTEGERS, *TABLES):
             return _FewTile(4, 2048, 4), _FewTile(4, 1024, 4)
         if self._packed["FORMAT"] == "mxfp4":
             return _FewTile(4, 1024, 2), _FewTile(2, 1024, 4)
@@ -384,7 +385,7 @@ class BoundMoe:
         return _Tile(128, 256, 64, warps=8, stages=3)
 
     def _packed_tile(self, block_rows: int, x: Tensor) -> _Tile:
-        is_split = self._packed["FORMAT"].endswith("_minima")  # a step may have several groups
+        is_split = self._packed["FORMAT"] in ("int4_minima", "int8_minima", *TABLES)  # a step may have several groups
         group_size = 128 if is_split else int(self._packed["G"]) or 128
         if x.element_size() == 4:
             return _Tile(32, 32, min(64, group_size), warps=4, stages=2)

@@ -1,10 +1,11 @@
-"""Kernels of experts whose weights stay packed: e4m3 with float32 scales, mxfp4, or integers in groups.
+"""Kernels of experts whose weights stay packed: e4m3 with float32 scales, mxfp4, integers in groups, or codes of a table.
 
 A weight is decoded in registers, so that what is read from memory is what the checkpoint has. H hidden size, SIZE of an expert, K experts
 a token; formats as `pelton.ops.moe.ExpertsSpec` says. e4m3: numbers meet the inputs as they are, and sums of G of them (of all with
 G = 0) their scale, in float32. mxfp4: numbers times their scale are exact in every dtype; G bytes, which are 32 numbers, have a scale.
 Integers with zero points meet the inputs as their difference, which every dtype has exactly, and a group's sums their scale, in float32:
-weights are not rounded. Those with minima are rounded to the inputs' dtype, but for few pairs, whose sums are float32.
+weights are not rounded. Those with minima, and numbers of a table (`tables`) times their block's largest, are rounded to the inputs' dtype,
+but for few pairs, whose sums are float32.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.ops.linear.grouped_kernels import scale_of
+from pelton_backends.triton.ops.linear.tables import table_pair
 from pelton_backends.triton.ops.moe.kernels import gated, tile_of
 from pelton_backends.triton.runtime import INTERPRETED, dot, let_next_start, wait_for_inputs
 
@@ -85,6 +87,16 @@ def code_pair(packed, IS_WIDE: tl.constexpr):
 
 
 @triton.jit
+def number_pair(packed, FORMAT: tl.constexpr):
+    """`code_pair` or `table_pair`, float32."""
+    if FORMAT == "nf4" or FORMAT == "fp4":
+        low, high = table_pair(packed, FORMAT == "nf4")
+    else:
+        low, high = code_pair(packed, True)
+    return low, high
+
+
+@triton.jit
 def code_offset(IS_INT4: tl.constexpr):
     if _INTERPRETED or not IS_INT4:
         return 0.0
@@ -102,11 +114,15 @@ def codes_of(packed):
 
 @triton.jit
 def scale_and_minimum(word, FORMAT: tl.constexpr):
-    """Return what turns a code of `code_pair` or `codes_of` into its weight: a factor and a summand, float32."""
-    scale, other = scale_of(word, FORMAT == "int4_minima" or FORMAT == "int8_minima")
-    if FORMAT == "int4_grouped" or FORMAT == "int8_grouped":
-        other = -other * scale
-    return scale, other - scale * code_offset(FORMAT == "int4_grouped" or FORMAT == "int4_minima")
+    """Return what turns a number of `number_pair` or `codes_of` into its weight: a factor and a summand, float32."""
+    if FORMAT == "nf4" or FORMAT == "fp4":
+        scale, other = word, word * 0.0
+    else:
+        scale, other = scale_of(word, FORMAT == "int4_minima" or FORMAT == "int8_minima")
+        if FORMAT == "int4_grouped" or FORMAT == "int8_grouped":
+            other = -other * scale
+        other -= scale * code_offset(FORMAT == "int4_grouped" or FORMAT == "int4_minima")
+    return scale, other
 
 
 @triton.jit
@@ -221,8 +237,8 @@ def _product_minima(
     total, inputs, weights, scales, is_row, is_column, share, WIDTH: tl.constexpr, FORMAT: tl.constexpr, G: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
 ):  # fmt: skip
-    """As `_product_e4m3`, of codes with minima: weights are rounded to the inputs' dtype."""
-    IS_INT4: tl.constexpr = FORMAT == "int4_minima"
+    """As `_product_e4m3`, of codes with minima or of a table: weights are rounded to the inputs' dtype."""
+    IS_INT4: tl.constexpr = FORMAT != "int8_minima"
     PER_BYTE: tl.constexpr = 2 if IS_INT4 else 1
     OWN: tl.constexpr = min(G, BK) if G else BK
     dtype: tl.constexpr = inputs.dtype.element_ty
@@ -249,7 +265,7 @@ def _product_minima(
             )
             if SCALES_INPUT:
                 high = (high.to(tl.float32) * share[:, None]).to(dtype)
-            first, second = code_pair(packed, True)
+            first, second = number_pair(packed, FORMAT)
             total = dot(x, (first * scale + minimum).to(dtype), total)
             total = dot(high, (second * scale + minimum).to(dtype), total)
         else:
@@ -271,7 +287,7 @@ def _product(
             total, inputs, weights, scales, is_row, is_column, share, WIDTH, BM, BN, BK, SCALES_INPUT
         )
     elif FORMAT != "e4m3":
-        BYTES: tl.constexpr = WIDTH // 2 if FORMAT == "int4_grouped" or FORMAT == "int4_minima" else WIDTH
+        BYTES: tl.constexpr = WIDTH if FORMAT == "int8_grouped" or FORMAT == "int8_minima" else WIDTH // 2
         weights, scales = weight_ptr + rows * BYTES, scale_ptr + rows * (WIDTH // G if G else 1)
         if FORMAT == "int4_grouped" or FORMAT == "int8_grouped":
             total = _product_grouped(
@@ -359,7 +375,7 @@ def _row_sums_integers(
     BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
 ):  # fmt: skip
     """As `_row_sums`, with pointers to inputs [R, 1] or [1, 1]."""
-    IS_INT4: tl.constexpr = FORMAT == "int4_grouped" or FORMAT == "int4_minima"
+    IS_INT4: tl.constexpr = FORMAT != "int8_grouped" and FORMAT != "int8_minima"
     dtype = inputs.dtype.element_ty
     PER_BYTE: tl.constexpr = 2 if IS_INT4 else 1
     GROUPS: tl.constexpr = WIDTH // G if G else 1
@@ -383,7 +399,7 @@ def _row_sums_integers(
             high = tl.load(inputs + (k + column + MX_BYTES)[None, :], mask=is_in[None, :], other=0.0).to(tl.float32)
             if SCALES_INPUT:
                 high = (high * share).to(dtype).to(tl.float32)
-            first, second = code_pair(packed, True)
+            first, second = number_pair(packed, FORMAT)
             products = first * x + second * high
             x += high
         else:
@@ -559,7 +575,7 @@ def decode_kernel(
             tl.store(target + column[None, :], (first * scale).to(dtype), mask=mask)
             tl.store(target + MX_BYTES + column[None, :], (second * scale).to(dtype), mask=mask)
         elif FORMAT != "e4m3":
-            IS_INT4: tl.constexpr = FORMAT == "int4_grouped" or FORMAT == "int4_minima"
+            IS_INT4: tl.constexpr = FORMAT != "int8_grouped" and FORMAT != "int8_minima"
             PER_BYTE: tl.constexpr = 2 if IS_INT4 else 1
             lane = tl.arange(0, BLOCK // PER_BYTE)
             column = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES if IS_INT4 else lane
@@ -571,7 +587,7 @@ def decode_kernel(
             scale, minimum = scale_and_minimum(word, FORMAT)
             dtype = out_ptr.dtype.element_ty
             if IS_INT4:
-                first, second = code_pair(packed, True)
+                first, second = number_pair(packed, FORMAT)
                 tl.store(target + column[None, :], (first * scale + minimum).to(dtype), mask=mask)
                 tl.store(target + MX_BYTES + column[None, :], (second * scale + minimum).to(dtype), mask=mask)
             else:
