@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def logits_of(path, parallel=None):
 
 def test_two_processes_share_a_model(tmp_path):
     path = make_tiny_checkpoint(tmp_path / "model", "llama", with_tokenizer=False)
-    here = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+    folders = (Path(__file__).parent, Path(__file__).parents[2] / "support", os.environ.get("PYTHONPATH", ""))
+    here = os.pathsep.join(map(str, folders))
     environ = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
     (tmp_path / "rank.py").write_text(RANK)
     ranks = [
