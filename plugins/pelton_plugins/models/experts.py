@@ -413,7 +413,7 @@ def _stored_experts(
 
 
 def _expert_panels(
-    config: BuildConfig, prefix: str, spec: ExpertsSpec, intermediate_size: int, held: range, names: ExpertNames,
+    config: BuildConfig, prefix: str, spec: ExpertsSpec, intermediate_size: int, held: Sequence[int], names: ExpertNames,
     kinds: list[BlockKind],
 ) -> dict[str, nn.Parameter]:  # fmt: skip
     """The same in blocks; kinds: of gate, up and down, or of all."""
@@ -430,7 +430,7 @@ def _expert_panels(
     return made
 
 
-def _leave_others(config: BuildConfig, prefix: str, held: range, num_experts: int) -> None:
+def _leave_others(config: BuildConfig, prefix: str, held: Sequence[int], num_experts: int) -> None:
     elsewhere = [str(index) for index in range(num_experts) if index not in held]
     if elsewhere:
         config.weights.ignore(rf"{re.escape(prefix)}\.({'|'.join(elsewhere)})\..*")
