@@ -8,15 +8,13 @@ Shapes: R rows of a call, T its most tokens of a row, L its longest context, H h
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention, GraphSupport
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("float32", "bfloat16", "float16")
-_UNTRACED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 
 
 @dataclass(slots=True)
@@ -119,25 +116,11 @@ def _flex(device_type: str) -> Callable[..., Any]:
         return torch.compile(flex_attention, dynamic=True)
 
     def plain(*arguments: Any, **named: Any) -> Any:
-        with warnings.catch_warnings(), _untraced():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile.*")
             return flex_attention(*arguments, **named)
 
     return plain
-
-
-@contextlib.contextmanager
-def _untraced() -> Iterator[None]:
-    """The plain form traces the program of each step anew, which takes up to 2 s and computes the same."""
-    if not hasattr(torch_flex, _UNTRACED):  # a name of its own debugging, which other versions may lack
-        yield
-        return
-    before = getattr(torch_flex, _UNTRACED)
-    setattr(torch_flex, _UNTRACED, True)
-    try:
-        yield
-    finally:
-        setattr(torch_flex, _UNTRACED, before)
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
