@@ -86,7 +86,7 @@ def test_all_graphs_that_end_at_logits_leave_them_in_one_place(driver):
     def look(output: SchedulerOutput) -> object:
         result = execute(output)
         if result is None:
-            places.add(driver.runner._program.left_logits(torch.arange(1)).data_ptr())
+            places.add(driver.runner._program.left_logits(torch.arange(1), 1).data_ptr())
         return result
 
     driver.runner.execute = look
