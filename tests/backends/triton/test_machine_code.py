@@ -35,6 +35,7 @@ OTHER_DTYPES = {
 
 
 Kernels = Callable[..., list[dict[str, Any]]]
+pytestmark = pytest.mark.timeout(1200)  # the first test waits until all is compiled: minutes on a slow machine
 
 
 @pytest.fixture(scope="module")

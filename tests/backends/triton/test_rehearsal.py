@@ -16,6 +16,7 @@ def start(cache: Path, *arguments: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two first starts, a minute each on a slow machine
 @pytest.mark.parametrize(
     "arguments, config",
     [
