@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 LEAST_SAVED = 64
 """Rows that a rank has to get less, by all-to-all, than by a gather. Measured with two and four ranks on two cores that had other work
-(32 and 64 experts, rows of 1,024 and 512 numbers): with 64 to 96 both take about as long (0.83 to 1.6 x), with 200 and more all-to-all was faster in
-the few shapes that were tried (1.07 to 4.5 x)."""
+(32 and 64 experts, rows of 1,024 and 512 numbers): with 64 to 96 both take about as long (0.83 to 1.6 x), with 200 and more all-to-all
+was faster in the few shapes that were tried (1.07 to 4.5 x)."""
 
 
 class ExchangedMoe(Composed):
