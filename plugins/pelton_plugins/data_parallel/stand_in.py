@@ -28,6 +28,8 @@ from pelton_plugins.data_parallel.secure import address, listen, read_secret
 logger = get_logger(__name__)
 
 POLL_MS = 250
+CHECKS = 20
+"""How often we look for our node after a connection has ended: its socket can take what is sent for a moment longer."""
 
 
 class StandIn:
@@ -68,6 +70,7 @@ class StandIn:
         poller = zmq.Poller()
         for socket in (self._in, far, monitor):
             poller.register(socket, zmq.POLLIN)
+        checks_left = 0
         while True:
             ready = dict(poller.poll(POLL_MS))
             self._check_parent()
@@ -77,7 +80,10 @@ class StandIn:
                 self._pass_on(far, index)
             if monitor in ready:
                 parse_monitor_message(monitor.recv_multipart())
-                self._check_peer(far, index)
+                checks_left = CHECKS
+            if checks_left and self._peer is not None:
+                checks_left -= 1
+                self._send_far(far, b"", index)
 
     def _take_far(self, far: zmq.Socket[bytes], index: int, first: bytes) -> bool:
         """Pass on all that has come from the node."""
@@ -101,11 +107,6 @@ class StandIn:
         with contextlib.suppress(zmq.Again):
             while True:
                 self._send_far(far, self._in.recv(zmq.NOBLOCK), index)
-
-    def _check_peer(self, far: zmq.Socket[bytes], index: int) -> None:
-        """Somebody has gone: raise where it was the engine."""
-        if self._peer is not None:
-            self._send_far(far, b"", index)
 
     def _send_far(self, far: zmq.Socket[bytes], data: bytes, index: int) -> None:
         try:

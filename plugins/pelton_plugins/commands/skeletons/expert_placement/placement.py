@@ -1,4 +1,7 @@
-"""Where experts go: the most loaded one to the first rank, the next to the second, and so on in turns."""
+"""Where experts go: the most loaded one to the first rank, the next to the second, and so on in turns.
+
+Places that are left over (`num_redundant_experts`) are given to the most loaded experts, in turns too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ class SkeletonPlacement(ExpertPlacement):
     def place(self, load: Sequence[int], placement: Sequence[int], sizes: Sequence[int], group_size: int) -> list[int]:
         if group_size < len(load):
             return list(placement)
-        left = sorted(range(len(load)), key=lambda expert: (-load[expert], expert))
+        order = sorted(range(len(load)), key=lambda expert: (-load[expert], expert))
+        left = [order[place % len(order)] for place in range(len(placement))]
         ranks: list[list[int]] = [[] for _ in sizes]
         while left:
             for rank, size in zip(ranks, sizes, strict=True):
