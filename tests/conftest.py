@@ -129,9 +129,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_not_here() or (None if torch_cuda_version() else "torch was built without CUDA")
-    if marked and reason:
-        for item in marked:
+    for item in marked:
+        if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+        elif item.get_closest_marker("timeout") is None:  # no signal is handled by a thread that waits for a GPU
+            item.add_marker(pytest.mark.timeout(method="thread"))
     _thin(config, items, config.getoption("--covering"))
     # None of the long ones is begun last, with idle cores beside it.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
