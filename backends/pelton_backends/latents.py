@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pelton.attention.interface import AttentionNeeds
 from pelton_backends.context_parts import spread_refusals
+
+
+INDEXER = "indexer"
+"""`AttentionNeeds.attention_type` of a layer that chooses which tokens another one attends to."""
 
 
 def latent_refusals(needs: AttentionNeeds, dtypes: Sequence[str]) -> list[str]:
@@ -16,3 +21,15 @@ def latent_refusals(needs: AttentionNeeds, dtypes: Sequence[str]) -> list[str]:
     if needs.kv_dtype not in ("auto", *dtypes):
         reasons.append(f"kv dtype {needs.kv_dtype}, only auto, {', '.join(dtypes)}")
     return reasons + spread_refusals(needs)
+
+
+def sparse_refusals(needs: AttentionNeeds, dtypes: Sequence[str]) -> list[str]:
+    """The same of a backend that attends to chosen latents, and chooses them."""
+    if needs.attention_type == INDEXER:
+        return latent_refusals(replace(needs, is_mla=True), dtypes)
+    reasons = latent_refusals(needs, dtypes)
+    if needs.attention_type != "decoder":
+        reasons.append(f"attention type {needs.attention_type}, only decoder, {INDEXER}")
+    if not needs.is_sparse:
+        reasons.append("attention to all tokens, only to those that an indexer chooses")
+    return reasons

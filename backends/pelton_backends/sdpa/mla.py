@@ -99,21 +99,23 @@ class SDPAMLAAttention(BoundAttention):
         self.attend_part(query, metadata, output, None)
 
     def attend_part(self, query: Tensor, metadata: SDPAMLAMetadata, output: Tensor, lse: Tensor | None) -> None:
+        for call in metadata.calls:
+            self.attend_to_all(query, call, output, lse)
+
+    def attend_to_all(self, query: Tensor, call: Gather, output: Tensor, lse: Tensor | None = None) -> None:
+        """Attend with the tokens of one call to all that they see."""
         layer = self.layer
         latents = layer.cache.view(-1, layer.head_dim)
-        for call in metadata.calls:
-            rows, num_seen = call.slots.shape
-            context = (
-                latents.index_select(0, call.slots.flatten()).view(rows, num_seen, -1).to(query.dtype)
-            )  # [R, L, D]
-            own = query[call.tokens].view(rows, -1, layer.num_heads, layer.head_dim)  # [R, T, H, D]
-            scores = torch.einsum("rthd,rld->rthl", own, context).float() * layer.scale
-            scores = scores.masked_fill(~call.is_seen[:, :, None], -torch.inf)
-            softmax = scores.softmax(dim=-1)
-            weights = softmax.to(query.dtype)
-            attended = torch.einsum("rthl,rld->rthd", weights, context[..., : layer.latent_dim])
-            if lse is not None:  # of what is kept here a row may see nothing
-                logs = log_sum_exp(scores, softmax)
-                lse[call.tokens] = logs.view(-1, layer.num_heads)
-                attended = attended.masked_fill((logs == -torch.inf).unsqueeze(-1), 0.0)
-            output[call.tokens] = attended.reshape(-1, layer.num_heads, layer.latent_dim)
+        rows, num_seen = call.slots.shape
+        context = latents.index_select(0, call.slots.flatten()).view(rows, num_seen, -1).to(query.dtype)  # [R, L, D]
+        own = query[call.tokens].view(rows, -1, layer.num_heads, layer.head_dim)  # [R, T, H, D]
+        scores = torch.einsum("rthd,rld->rthl", own, context).float() * layer.scale
+        scores = scores.masked_fill(~call.is_seen[:, :, None], -torch.inf)
+        softmax = scores.softmax(dim=-1)
+        weights = softmax.to(query.dtype)
+        attended = torch.einsum("rthl,rld->rthd", weights, context[..., : layer.latent_dim])
+        if lse is not None:  # of what is kept here a row may see nothing
+            logs = log_sum_exp(scores, softmax)
+            lse[call.tokens] = logs.view(-1, layer.num_heads)
+            attended = attended.masked_fill((logs == -torch.inf).unsqueeze(-1), 0.0)
+        output[call.tokens] = attended.reshape(-1, layer.num_heads, layer.latent_dim)

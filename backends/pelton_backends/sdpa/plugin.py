@@ -41,4 +41,11 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             device_types=("cpu",),
             doc="attention over gathered latents (MLA), in torch",
         ),
+        BackendEntry(
+            name="sdpa_sparse",
+            load="pelton_backends.sdpa.sparse:SDPASparseBackend",
+            priority=10,
+            device_types=("cpu",),
+            doc="attention over latents that an indexer chooses, and its choice, in torch",
+        ),
     ]

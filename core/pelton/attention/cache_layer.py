@@ -61,15 +61,8 @@ def _check_source(layer: CacheLayer, config: BuildConfig) -> None:
             f"Layer {layer.layer_name!r} shares the cache of {layer.shares!r}, which itself shares that of {source.shares!r}. "
             f"Name {source.shares!r}."
         )
-    for name in (
-        "head_dim",
-        "num_kv_heads",
-        "kv_dtype",
-        "is_mla",
-        "latent_dim",
-        "sliding_window",
-        "attention_chunk_size",
-    ):
+    named = ("head_dim", "num_kv_heads", "kv_dtype", "is_mla", "latent_dim", "sliding_window", "attention_chunk_size")
+    for name in named:
         own, theirs = getattr(layer.needs, name), getattr(source.needs, name)
         if own != theirs:
             raise ConfigError(

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pelton.attention.bound import AttentionParams, BoundAttention, LatentParams
+from pelton.attention.bound import AttentionParams, BoundAttention, IndexerParams, LatentParams
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.attention.old_methods import OldMethods, bind_old
 from pelton.attention.support import GraphSupport
@@ -24,6 +24,7 @@ __all__ = [
     "AttentionParams",
     "BoundAttention",
     "GraphSupport",
+    "IndexerParams",
     "KVLayout",
     "LatentParams",
 ]
@@ -51,9 +52,9 @@ class AttentionNeeds:
     logit_soft_cap: float | None = None
     has_sinks: bool = False
     has_alibi: bool = False
-    attention_type: str = "decoder"  # decoder, encoder, cross
+    attention_type: str = "decoder"  # decoder, encoder, cross, indexer
     is_mla: bool = False  # keys are latents [head_dim] that all heads read, values their first `latent_dim` numbers
-    is_sparse: bool = False
+    is_sparse: bool = False  # each token attends to those that an indexer chooses for it
     has_mm_prefix: bool = False
     decode_context_parallel: int = 1
     """N: ranks that each keep a part of every row's tokens, rank r those numbered r, r + N, ... Then `num_heads` are those of all of
@@ -75,18 +76,8 @@ class AttentionNeeds:
 PHASES = frozenset(["decode", "prefill"])
 
 OPTIONAL_NEEDS = frozenset(
-    [
-        "sliding_window",
-        "attention_chunk_size",
-        "logit_soft_cap",
-        "has_sinks",
-        "has_alibi",
-        "attention_type",
-        "is_mla",
-        "is_sparse",
-        "has_mm_prefix",
-        "decode_context_parallel",
-    ]
+    "sliding_window attention_chunk_size logit_soft_cap has_sinks has_alibi attention_type is_mla is_sparse has_mm_prefix "
+    "decode_context_parallel".split()
 )
 
 

@@ -166,6 +166,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         {**_LATENT, **_EXPERTS, **_SHARED, "q_lora_rank": None},
     ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {
+            **_LATENT,
+            **_EXPERTS,
+            **_SHARED,
+            "q_lora_rank": 40,
+            "index_topk": 16,
+            "index_n_heads": 8,
+            "index_head_dim": 24,
+        },
+    ),
 }
 SEEDS = {
     "llama": 4,

@@ -1,9 +1,13 @@
-"""DeepSeek V2 and V3: attention over latents (MLA), with or without a latent of the query; dense layers, then experts."""
+"""DeepSeek V2, V3 and V3.2: attention over latents (MLA), with or without a latent of the query; dense layers, then experts.
+
+V3.2's attention is sparse: an indexer chooses the tokens that each token attends to.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,14 +16,16 @@ from pelton.errors import ConfigError
 from pelton.layers.linear import MergedGateUp, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
-from pelton.model.build import BuildConfig
+from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.experts import SparseMoe
+from pelton_plugins.models.indexer import Choice, Indexer
 from pelton_plugins.models.latent_attention import MLALayer
 from pelton_plugins.models.mla import HeadsLinear, LatentUp
 from pelton_plugins.models.moe import grouped_routing, num_experts, shared_experts
-from pelton_plugins.models.normed import NormedLinear, head_shard, whole_shard
+from pelton_plugins.models.normed import BareLinear, NormedLinear, head_shard, whole_shard
+from pelton_plugins.models.parallel import AddedNorm
 from pelton_plugins.models.stacked_experts import one_for_each_expert
 from pelton_plugins.models.stages import StagedDecoder
 
@@ -29,7 +35,7 @@ _LATENT_NORM_EPS = 1e-6  # config.json's rms_norm_eps is of the others
 class MLAAttention(nn.Module):
     """Down to latents, up to queries, attention over the latents, and the output product."""
 
-    def __init__(self, norm: RMSNorm, *, config: BuildConfig, prefix: str) -> None:
+    def __init__(self, norm: RMSNorm, *, choice: Choice | None, config: BuildConfig, prefix: str) -> None:
         super().__init__()
         hf = config.hf
         hidden_size, num_heads, query_rank = hf.hidden_size, hf.num_attention_heads, hf.get("q_lora_rank")
@@ -50,39 +56,55 @@ class MLAAttention(nn.Module):
         else:
             query = head_shard(f"{prefix}.q_proj", num_heads, head_dim, hidden_size, config)
         self.has_query_latent = bool(query_rank)
-        self.down = NormedLinear([query, latent], norm=norm, bias=bias, config=config)
+        rope = get_rope(config, rope_dim)
+        self.indexer: Indexer | None = None
+        if choice is None:
+            self.down: Any = NormedLinear([query, latent], norm=norm, bias=bias, config=config)
+        else:
+            self.add_norm = AddedNorm(norm, config=config)
+            self.down = BareLinear([query, latent], bias=bias, config=config)
+            self.indexer = Indexer(choice, rope=rope, config=config, prefix=f"{prefix}.indexer")
         self.kv_a_layernorm = RMSNorm(
             hf.kv_lora_rank, eps=_LATENT_NORM_EPS, config=config, prefix=f"{prefix}.kv_a_layernorm"
         )
         self.up = LatentUp(
             hf.kv_lora_rank, num_heads, nope_dim + value_dim, config=config, prefix=f"{prefix}.kv_b_proj"
         )
-        rope = get_rope(config, rope_dim)
         self.attn = MLALayer(
             self.up.by_head, latent_dim=hf.kv_lora_rank, rope_dim=rope_dim, nope_dim=nope_dim, value_dim=value_dim,
             kv_norm=self.kv_a_layernorm, rope=rope, scale=head_dim**-0.5 * _scale_of(rope) ** 2,
             is_interleaved=bool(hf.get("rope_interleave", True)), config=config, prefix=f"{prefix}.attn",
+            chosen=None if choice is None else choice.tokens,
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             num_heads * value_dim, hidden_size, bias=bias, config=config, prefix=f"{prefix}.o_proj"
         )
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        product, residual = self.down(hidden, residual)
+        if self.indexer is None:
+            product, residual = self.down(hidden, residual)
+        else:
+            hidden, residual = self.add_norm(hidden, residual)
+            product = self.down(hidden)
         query, latent = product.split(self.down.sizes, dim=-1)
         if self.has_query_latent:
-            query = self.q_b_proj(self.q_a_layernorm(query))
+            query_latent = self.q_a_layernorm(query)
+            if self.indexer is not None:
+                self.indexer(hidden, query_latent, batch)
+            query = self.q_b_proj(query_latent)
         return self.o_proj(self.attn(query, latent, batch)), residual
 
 
 class DeepseekDecoderLayer(nn.Module):
     """V2's layers and V3's differ in how experts are chosen."""
 
-    def __init__(self, *, has_experts: bool, config: BuildConfig, prefix: str) -> None:
+    def __init__(self, *, has_experts: bool, choice: Choice | None, config: BuildConfig, prefix: str) -> None:
         super().__init__()
         hf, mlp = config.hf, f"{prefix}.mlp"
         self.input_layernorm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}.input_layernorm")
-        self.self_attn = MLAAttention(self.input_layernorm, config=config, prefix=f"{prefix}.self_attn")
+        self.self_attn = MLAAttention(
+            self.input_layernorm, choice=choice, config=config, prefix=f"{prefix}.self_attn"
+        )
         self.post_attention_layernorm = RMSNorm(
             hf.hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm"
         )
@@ -116,7 +138,7 @@ class DeepseekDecoderLayer(nn.Module):
 
 def _routing(config: BuildConfig) -> RoutingSpec:
     hf = config.hf
-    if hf.get("model_type") == "deepseek_v3" or hf.get("topk_method") == "noaux_tc":
+    if hf.get("model_type") in ("deepseek_v3", "deepseek_v32") or hf.get("topk_method") == "noaux_tc":
         return grouped_routing(hf)
     method = hf.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -133,14 +155,15 @@ class DeepseekForCausalLM(StagedDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf = config.hf
-        num_layers, num_dense = hf.num_hidden_layers, hf.get("first_k_dense_replace", 0)
+        num_layers, choice = hf.num_hidden_layers, self.make_choice(config)
         for index in range(hf.get("num_nextn_predict_layers", 0)):  # they predict further tokens, and nobody reads them
             config.weights.ignore(rf"{prefix}model\.layers\.{num_layers + index}\..*")
         is_tied = bool(hf.get("tie_word_embeddings"))
         self.embed_tokens = self.make_embedding(config, f"{prefix}model.embed_tokens", is_tied=is_tied)
         self.layers = nn.ModuleList(
             DeepseekDecoderLayer(
-                has_experts=bool(hf.get("n_routed_experts")) and index >= num_dense,
+                has_experts=_has_experts(hf, index),
+                choice=choice,
                 config=config,
                 prefix=f"{prefix}model.layers.{index}",
             )
@@ -149,8 +172,24 @@ class DeepseekForCausalLM(StagedDecoder):
         self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}model.norm")
         self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied)
 
+    def make_choice(self, config: BuildConfig) -> Choice | None:
+        """Return where indexers leave their choice; None where each token attends to all before it."""
+        return None
+
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(one_for_each_expert(weights, self.weights.expected()))
+
+
+class DeepseekV32ForCausalLM(DeepseekForCausalLM):
+    def make_choice(self, config: BuildConfig) -> Choice | None:
+        return Choice(config)
+
+
+def _has_experts(hf: HFConfig, index: int) -> bool:
+    types = hf.get("mlp_layer_types")
+    if types is not None:
+        return bool(types[index] == "sparse")
+    return bool(hf.get("n_routed_experts")) and index >= hf.get("first_k_dense_replace", 0)
 
 
 def _scale_of(rope: Rope) -> float:

@@ -54,9 +54,11 @@ class MLALayer(nn.Module):
         config: BuildConfig,
         prefix: str,
         is_interleaved: bool = True,
+        chosen: Tensor | None = None,
     ) -> None:
         """up [H, N + V, latent_dim]: from a latent to each head's key, then its value. kv_norm: of the latent, before it is kept.
-        is_interleaved: rope turns pairs (2i, 2i + 1), not (i, i + rope_dim / 2)."""
+        is_interleaved: rope turns pairs (2i, 2i + 1), not (i, i + rope_dim / 2). chosen [tokens of a step, K] int32: the tokens of
+        its row that each token attends to, where these are not all before it; an indexer fills it before the layer is called."""
         super().__init__()
         self.layer_name = prefix
         self.shares: str | None = None
@@ -67,10 +69,11 @@ class MLALayer(nn.Module):
         self.metadata_index = self.group_id = -1
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
-        self.up, self.kv_norm, self.rope = up, kv_norm, rope
+        self.up, self.kv_norm, self.rope, self.chosen = up, kv_norm, rope, chosen
         self.needs = AttentionNeeds(
             head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=1, block_size=config.block_size,
             dtype=config.dtype_name, kv_dtype=config.kv_dtype, is_mla=True, latent_dim=latent_dim,
+            is_sparse=chosen is not None,
         )  # fmt: skip
         self.parallel = config.parallel
         self.needs = spread_needs(self.needs, prefix, config.parallel)

@@ -47,6 +47,19 @@ class NormedLinear(LinearModule):
         return self._with_adapters(self.add_norm_linear)(hidden, residual)
 
 
+class BareLinear(LinearModule):
+    """The same without the norm: the product of what another layer has normed already (`linear`)."""
+
+    def __init__(self, shards: Sequence[LinearShard], *, config: BuildConfig, bias: bool = False) -> None:
+        weights = config.quantization.create(config, shards, bias=bias)
+        super().__init__(weights)
+        self.sizes = [shard.rows[1] - shard.rows[0] for shard in shards]
+        self._bind_bare(config, shards, weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._bare_product(x)
+
+
 def head_shard(name: str, num_heads: int, head_rows: int, num_cols: int, config: BuildConfig) -> LinearShard:
     """This rank's heads of a matrix whose rows are `num_heads` heads'."""
     first, last = split_heads(num_heads, config.parallel.rank, config.parallel.size, "num_attention_heads")

@@ -30,6 +30,12 @@ def pelton_models() -> Sequence[ModelEntry]:
             architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
             doc="DeepSeek V2 and V3: attention over latents (MLA), dense MLPs and experts",
         ),
+        ModelEntry(
+            name="deepseek_v32",
+            load="pelton_plugins.models.deepseek:DeepseekV32ForCausalLM",
+            architectures=("DeepseekV32ForCausalLM",),
+            doc="DeepSeek V3.2: V3 with attention to the tokens that an indexer chooses",
+        ),
         _entry("mixtral", "MixtralForCausalLM", "Mistral's shape with experts"),
         _entry("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2's attention with experts, one of them taken by every token"),
         _entry("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3's attention with experts"),

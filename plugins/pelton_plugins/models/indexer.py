@@ -1,0 +1,119 @@
+"""The indexer of sparse attention over latents: it chooses which tokens each token attends to.
+
+DeepSeek-AI, DeepSeek-V3.2-Exp (2025), section 1. Token t scores each token s up to itself, sum over j of w_tj relu(q_tj . k_s), and
+attends to the `index_topk` tokens that score best; to all while there are no more. The indexer has queries, keys and a cache of its
+own. Where scores are equal the earlier token is taken, so that the choice does not depend on how a prompt is cut into steps.
+
+T tokens, J heads of the indexer, D numbers of each, K `index_topk`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pelton.attention.cache_layer import register
+from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
+from pelton.errors import ConfigError
+from pelton.kv_cache.spec import KVCacheSpec, MLASpec
+from pelton.layers.linear import ShardLinear
+from pelton.layers.rope import Rope
+from pelton.ops.reference import rotate, write_rows
+from pelton_plugins.models.encoder_layers import LayerNorm
+from pelton_plugins.models.normed import whole_shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import ForwardBatch
+    from pelton.model.build import BuildConfig
+
+_KEY_NORM_EPS = 1e-6
+
+
+class Choice:
+    """A step's choice, which each layer's indexer makes and its attention reads. One for all layers, at fixed addresses."""
+
+    def __init__(self, config: BuildConfig) -> None:
+        """Raises `ConfigError` for a query without a latent, and where ranks share a cache token by token."""
+        hf, context = config.hf, config.parallel.context
+        if not hf.get("q_lora_rank"):
+            raise ConfigError(
+                f"q_lora_rank is {hf.get('q_lora_rank')}, and this model's indexer reads the query's latent. Give config.json its size, such as 1536."
+            )
+        if context is not None:
+            raise ConfigError(
+                f"decode_context_parallel_size is {context.size}, and this model's indexer compares all tokens of a row, of which "
+                "each rank would keep a part. Set it to 1."
+            )
+        rows, top_k = config.max_num_batched_tokens, min(hf.index_topk, config.max_model_len)
+        self.tokens = config.empty(rows, top_k, dtype=torch.int32)
+        """[tokens of a step, K]: tokens of the row, in front of -1 where there are fewer."""
+        self.weights = config.empty(rows, hf.index_n_heads, dtype=torch.float32)
+
+
+class Indexer(nn.Module):
+    """A `CacheLayer` whose cache holds keys of the indexer. Every rank has all of it, and makes the same choice.
+
+    Its backend's call takes queries [T, J, D], reads their heads' `weights` and fills `Choice.tokens`.
+    """
+
+    cache: Tensor  # [num_blocks, block_size, D], a view of the pool
+    backend: AttentionBackend
+    attend: BoundAttention
+
+    def __init__(self, choice: Choice, *, rope: Rope, config: BuildConfig, prefix: str) -> None:
+        super().__init__()
+        hf = config.hf
+        self.layer_name = prefix
+        self.shares: str | None = None
+        self.num_heads, self.head_dim = hf.index_n_heads, hf.index_head_dim
+        self.metadata_index = self.group_id = -1
+        self.block_size = config.block_size
+        self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
+        self.choice, self.weights, self.rope = choice, choice.weights, rope
+        self.wq_b = ShardLinear(
+            whole_shard(f"{prefix}.wq_b", self.num_heads * self.head_dim, hf.q_lora_rank), config=config
+        )
+        self.wk = ShardLinear(whole_shard(f"{prefix}.wk", self.head_dim, hf.hidden_size), config=config)
+        self.k_norm = LayerNorm(self.head_dim, config=config, prefix=f"{prefix}.k_norm", eps=_KEY_NORM_EPS)
+        # Of each head and token. In float32, whatever the model's dtype and form of weights.
+        self.weights_proj = nn.Parameter(
+            config.empty(self.num_heads, hf.hidden_size, dtype=torch.float32), requires_grad=False
+        )
+        config.weights.expect(f"{prefix}.weights_proj.weight", tuple(self.weights_proj.shape), self.weights_proj)
+        self._scale = (self.num_heads * self.head_dim) ** -0.5
+        self.needs = AttentionNeeds(
+            head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=1, block_size=config.block_size,
+            dtype=config.dtype_name, kv_dtype=config.kv_dtype, attention_type="indexer",
+        )  # fmt: skip
+        self.selection = config.attention.select(self.needs)
+        register(self, config)
+
+    def cache_spec(self) -> KVCacheSpec:
+        """A key of every token: a row of numbers, as a latent is one."""
+        return MLASpec(block_size=self.block_size, latent_dim=self.head_dim, dtype=self.kv_dtype)
+
+    def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:
+        (self.cache,) = views
+        self.metadata_index, self.group_id, self.backend = metadata_index, backend.group_id, backend
+        self.attend = backend.bind(self)
+
+    def forward(self, hidden: Tensor, query_latent: Tensor, batch: ForwardBatch) -> None:
+        """hidden [T, H], normed; query_latent [T, rank]. Leaves the choice in `Choice.tokens`."""
+        num_tokens = hidden.shape[0]
+        cos, sin = self.rope.cos_sin[batch.positions][:, None, :].chunk(2, dim=-1)
+        query = rotate(self.wq_b(query_latent).view(num_tokens, self.num_heads, self.head_dim), cos, sin)
+        key = rotate(self.k_norm(self.wk(hidden))[:, None], cos, sin)[:, 0]
+        torch.mul(F.linear(hidden.float(), self.weights_proj), self._scale, out=self.weights[:num_tokens])
+        if not batch.attention:  # the pass that measures memory, before there is a cache
+            return
+        write_rows(key, self.cache, batch.slot_mappings[self.group_id])
+        chosen = self.choice.tokens[:num_tokens]
+        if batch.cut is None:
+            self.attend(query, batch.attention[self.metadata_index], chosen)
+        else:
+            batch.cut(self, query, chosen)
