@@ -25,6 +25,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2_moe": {},
     "deepseek_v3_moe": {},
     "gpt_oss": {},
+    "deepseek_v32": {"index_topk": 48},
 }
 
 

@@ -51,8 +51,10 @@ from pelton_backends.triton.attention.context_part import context_part_attention
 from pelton_backends.triton.attention.decode import NewTokens, NormRope, decode_attention
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape
 from pelton_backends.triton.attention.decode_shares import LaunchShape, PartBuffers, deal_rows
+from pelton_backends.triton.attention.indexer import choose_tokens
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
+from pelton_backends.triton.attention.sparse_latent import sparse_latent_attention
 from pelton_backends.triton.ops.linear import (
     coded,
     fp8,
@@ -198,6 +200,24 @@ class Attention:
         latent_attention(
             self._empty(2, heads, latent_dim + rope_dim), cache, self._empty(2, heads, latent_dim), self.starts[:3],
             self.lengths[:2], self.table, scale=1.0, latent_dim=latent_dim, max_seq_len=8192,
+        )  # fmt: skip
+
+    def sparse(self) -> None:
+        """DeepSeek-V3.2's sizes: the choice among 8,192 tokens, and attention to 2,048."""
+        tokens, heads, latent_dim, rope_dim, index_heads, index_dim = 2, 16, 512, 64, 64, 128
+        caches = [
+            torch.zeros(NUM_BLOCKS, BLOCK_SIZE, size, dtype=getattr(torch, self.kv_dtype))
+            for size in (index_dim, latent_dim + rope_dim)
+        ]
+        chosen = torch.zeros(tokens, 2048, dtype=torch.int32)
+        step = (self.starts[: tokens + 1], self.lengths[:tokens], self.table)
+        choose_tokens(
+            self._empty(tokens, index_heads, index_dim), torch.empty(tokens, index_heads), caches[0], chosen, *step,
+            max_seq_len=8192,
+        )  # fmt: skip
+        sparse_latent_attention(
+            self._empty(tokens, heads, latent_dim + rope_dim), caches[1], chosen, self._empty(tokens, heads, latent_dim),
+            *step, scale=1.0, latent_dim=latent_dim, max_seq_len=8192,
         )  # fmt: skip
 
     def parts(self) -> None:

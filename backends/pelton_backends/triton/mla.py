@@ -20,6 +20,18 @@ MAX_LATENT, MAX_ROPE = 512, 128
 """Numbers: what one tile of the kernel holds."""
 
 
+def size_refusals(needs: AttentionNeeds, capability: tuple[int, int] | None) -> list[str]:
+    """Return why kernels over latents cannot serve `needs` on a device of this capability."""
+    reasons = []
+    if needs.is_mla and not (needs.latent_dim <= MAX_LATENT and needs.head_dim - needs.latent_dim <= MAX_ROPE):
+        reasons.append(
+            f"latents of {needs.latent_dim} + {needs.head_dim - needs.latent_dim} numbers, only up to {MAX_LATENT} + {MAX_ROPE}"
+        )
+    if capability is not None and capability < (8, 0):
+        reasons.append(f"compute capability {capability[0]}.{capability[1]}, only 8.0 and later")
+    return reasons
+
+
 class TritonMLABackend(AttentionBackend):
     """Latents of up to 512 numbers with a rotated part of up to 128, any number of heads, any block size."""
 
@@ -29,14 +41,7 @@ class TritonMLABackend(AttentionBackend):
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
-        reasons = latent_refusals(needs, DTYPES)
-        if needs.is_mla and not (needs.latent_dim <= MAX_LATENT and needs.head_dim - needs.latent_dim <= MAX_ROPE):
-            reasons.append(
-                f"latents of {needs.latent_dim} + {needs.head_dim - needs.latent_dim} numbers, only up to {MAX_LATENT} + {MAX_ROPE}"
-            )
-        if capability is not None and capability < (8, 0):
-            reasons.append(f"compute capability {capability[0]}.{capability[1]}, only 8.0 and later")
-        return reasons
+        return latent_refusals(needs, DTYPES) + size_refusals(needs, capability)
 
     def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> CommonMetadata:
         return common

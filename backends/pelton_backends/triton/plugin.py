@@ -78,6 +78,13 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             aliases=("TRITON_MLA",),
             doc="attention over latents (MLA)",
         ),
+        BackendEntry(
+            name="triton_sparse",
+            load="pelton_backends.triton.sparse:TritonSparseBackend",
+            priority=50,
+            device_types=(device_type,),
+            doc="attention over latents that an indexer chooses, and its choice",
+        ),
     ]
 
 

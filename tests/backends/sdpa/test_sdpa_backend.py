@@ -6,10 +6,12 @@ import torch
 from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionStep
 from pelton.testing.latent_attention import LatentAttentionConformance
+from pelton.testing.sparse_attention import SparseAttentionConformance
 from pelton_backends.sdpa.backend import SDPABackend
 from pelton_backends.sdpa.encoder import SDPAEncoderBackend
 from pelton_backends.sdpa.mla import SDPAMLABackend
 from pelton_backends.sdpa.plugin import pelton_attention_backends
+from pelton_backends.sdpa.sparse import SDPASparseBackend
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
 
@@ -20,6 +22,10 @@ class TestSDPABackend(AttentionBackendConformance):
 
 class TestSDPAMLABackend(LatentAttentionConformance):
     backend = SDPAMLABackend
+
+
+class TestSDPASparseBackend(SparseAttentionConformance):
+    backend = SDPASparseBackend
 
 
 class EightTokenBlocks(SDPABackend):
@@ -63,7 +69,8 @@ def test_says_why_it_refuses(change, reason):
 def test_is_offered_as_the_reference():
     offered = [(entry.name, entry.priority, entry.resolve()) for entry in pelton_attention_backends("cpu")]
     encoder = ("sdpa_encoder", 10, SDPAEncoderBackend)
-    assert offered == [encoder, ("sdpa", 10, SDPABackend), ("sdpa_mla", 10, SDPAMLABackend)]
+    latents = [("sdpa_mla", 10, SDPAMLABackend), ("sdpa_sparse", 10, SDPASparseBackend)]
+    assert offered == [encoder, ("sdpa", 10, SDPABackend), *latents]
     elsewhere = pelton_attention_backends("cuda")
     assert [(entry.name, entry.priority, entry.resolve()) for entry in elsewhere] == offered[:2]
     assert SDPABackend.graph_support is GraphSupport.NEVER

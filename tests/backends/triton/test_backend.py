@@ -16,10 +16,12 @@ from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.testing.attention import CASES, JUNK_CASES, MIXED, AttentionBackendConformance, AttentionCase, AttentionStep
 from pelton.testing.latent_attention import LatentAttentionConformance
+from pelton.testing.sparse_attention import SparseAttentionConformance
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.plugins import plugins_of
 from pelton_backends.triton.backend import TritonBackend
 from pelton_backends.triton.mla import TritonMLABackend
+from pelton_backends.triton.sparse import TritonSparseBackend
 from pelton_backends.triton.plugin import pelton_attention_backends
 from pelton_backends.triton.runtime import INTERPRETED
 
@@ -64,6 +66,11 @@ class TestTritonMLABackend(LatentAttentionConformance):
     device = DEVICE
 
 
+class TestTritonSparseBackend(SparseAttentionConformance):
+    backend = TritonSparseBackend
+    device = DEVICE
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("block_size", [16, 48, 1024])
 @pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"])
@@ -103,7 +110,7 @@ def test_refuses_cards_whose_compiler_lacks_the_caches_dtype(kv_dtype: str) -> N
 
 def test_is_offered_on_cuda_only_and_can_be_captured_whole() -> None:
     offered = [(entry.name, entry.priority, entry.resolve()) for entry in pelton_attention_backends("cuda")]
-    assert offered == [("triton", 50, TritonBackend), ("triton_mla", 50, TritonMLABackend)]
+    assert offered == [("triton", 50, TritonBackend), ("triton_mla", 50, TritonMLABackend), ("triton_sparse", 50, TritonSparseBackend)]
     assert not pelton_attention_backends("cpu")
     assert TritonBackend.graph_support is GraphSupport.ALWAYS
 

@@ -24,13 +24,13 @@ WITH_ADAPTERS = ("QKV with an adapter", "gate and up of 32 rows with adapters", 
 IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "down of 32 rows in e4m3")
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
-OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sampling with all", "speculation", "drafts", "parts",
+OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sparse", "sampling with all", "speculation", "drafts", "parts",
           "sums", "logits")  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
     ("bfloat16", "fp8_e5m2"): ("split", "write"),
     ("float16", "bfloat16"): ("streamed",),
-    ("float32", "float32"): ("latent",),
+    ("float32", "float32"): ("latent", "sparse"),
 }
 
 
@@ -65,6 +65,14 @@ def test_latents_of_deepseeks_size_have_kernels(bfloat16: Kernels) -> None:
     attend, merge = bfloat16("latent")
     assert (attend["kernel"], merge["kernel"]) == ("latent_attention_kernel", "merge_kernel")
     assert attend["stack"] == merge["stack"] == 0
+
+
+def test_sparse_attention_of_deepseeks_size_keeps_all_in_registers(bfloat16: Kernels) -> None:
+    kernels = bfloat16("sparse")
+    assert [kernel["kernel"] for kernel in kernels] == [
+        "index_scores_kernel", "choose_kernel", "sparse_latent_kernel", "merge_kernel"
+    ]  # fmt: skip
+    assert {kernel["stack"] for kernel in kernels} == {0}
 
 
 def test_kernels_of_several_ranks_keep_all_in_registers(bfloat16: Kernels) -> None:
