@@ -40,6 +40,7 @@ MEASUREMENTS = {
     ),
     "lora": ("lora", "decoding with adapters, against the same requests without"),
     "host": ("host.command", "host time of a step by stage, with many running requests"),
+    "sparse": ("sparse", "an indexer's choice and attention to the chosen latents, against attention to all"),
     "chain": ("table.chain", "kernels of a decode step, in a captured chain, against the device's floor"),
 }
 
