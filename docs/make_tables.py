@@ -251,6 +251,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "decode context parallel": {"decode_context_parallel": 2},
 }
 
+ATTENTION_TYPES: dict[str, dict[str, Any]] = {"decoder": {}, "encoder": {}, "cross": {}, "indexer": {"head_dim": 128}}
+"""With what else their layers need."""
+
 Backend = type[AttentionBackend]
 
 
@@ -306,7 +309,7 @@ def features(entry: BackendEntry, device_type: str) -> dict[str, object]:
         "block sizes": spelled_sizes([size for size in sizes if takes(backend, block_size=size)]),
         "head sizes": spelled_sizes([size for size in sizes if takes(backend, head_dim=size)]),
         "attention types": ", ".join(
-            kind for kind in ("decoder", "encoder", "cross") if takes(backend, attention_type=kind)
+            kind for kind, other in ATTENTION_TYPES.items() if takes(backend, attention_type=kind, **other)
         ),
         **{what: "yes" if takes(backend, **need) else "no" for what, need in OPTIONS.items()},
         "compute capability": capabilities(backend) if device_type == "cuda" else "",

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pelton.attention.interface import AttentionNeeds
 from pelton_backends.context_parts import spread_refusals
 
-
 INDEXER = "indexer"
 """`AttentionNeeds.attention_type` of a layer that chooses which tokens another one attends to."""
 

@@ -18,6 +18,7 @@ from pelton_plugins.models import experts
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 
 E4M3 = torch.float8_e4m3fn
+QUANTIZED = ("_proj.weight", "_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight")
 BLOCK = [24, 16]  # of which the rows divide no matrix here
 
 
@@ -39,9 +40,7 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
     shutil.copytree(plain, packed)
     tensors = load_file(plain / "model.safetensors")
     small = dict(tensors)
-    for name in [
-        name for name in tensors if name.endswith(("_proj.weight", "_with_mqa.weight")) and is_quantized(name)
-    ]:
+    for name in [name for name in tensors if name.endswith(QUANTIZED) and is_quantized(name)]:
         small[name], scales, tensors[name] = in_e4m3(tensors[name].float(), kind)
         small[name + ("_scale_inv" if kind == "block" else "_scale")] = scales
     save_file(tensors, plain / "model.safetensors")
@@ -58,7 +57,10 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
 @pytest.mark.parametrize("is_kept", [False, True], ids=["decoded", "packed"])
 @pytest.mark.parametrize(
     "family, kind",
-    [("qwen3_moe", "block"), ("deepseek_v3_moe", "block"), ("llama", "block"), ("qwen3_moe", "channel"), ("qwen3_moe", "tensor")],
+    [
+        ("qwen3_moe", "block"), ("deepseek_v3_moe", "block"), ("deepseek_v32", "block"), ("llama", "block"), ("qwen3_moe", "channel"),
+        ("qwen3_moe", "tensor"),
+    ],
 )  # fmt: skip
 def test_ids_equal_those_of_the_decoded_checkpoint(
     family: str, kind: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,7 +73,9 @@ def test_ids_equal_those_of_the_decoded_checkpoint(
         monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
         form = experts._form
         monkeypatch.setattr(experts, "_form", lambda *args: forms.append(form(*args)) or forms[-1])
-    sizes = write_both(tmp_path, family, kind, lambda name: kind == "block" or ".experts." in name)
+    sizes = write_both(
+        tmp_path, family, kind, lambda name: (kind == "block" and "weights_proj" not in name) or ".experts." in name
+    )
     prompts = make_prompts(VOCAB_SIZE, (1, 17, 60))
     answers = []
     for folder in sizes:

@@ -25,12 +25,13 @@ EXPERT = r"(.*\.)?(mlp|block_sparse_moe|feed_forward)\.((experts|router|gate|sha
 REFUSED = {
     EXPERT: "belongs to a layer of experts",
     r".*kv_b_proj": "it is multiplied with queries",
+    r".*indexer\.weights_proj": "it is kept in float32",
     r".*embed_tokens(_per_layer)?|lm_head": "embeddings and output heads take none",
 }
 """The end of a matrix's name, without ".weight", and why it takes no adapter. All others take one."""
 FAMILIES = (
-    "mistral", "qwen2", "gemma3n", "deepseek_v2", "deepseek_v3", "deepseek_v2_moe", "deepseek_v3_moe", "mixtral", "qwen2_moe",
-    "qwen3_moe", "glm4_moe", "llama4", "gpt_oss",
+    "mistral", "qwen2", "gemma3n", "deepseek_v2", "deepseek_v3", "deepseek_v2_moe", "deepseek_v3_moe", "deepseek_v32", "mixtral",
+    "qwen2_moe", "qwen3_moe", "glm4_moe", "llama4", "gpt_oss",
 )  # fmt: skip
 RANK, SCALE, STRENGTH = 8, 2.0, 0.05
 

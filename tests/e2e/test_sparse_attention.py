@@ -70,7 +70,7 @@ def test_drafts_change_nothing(reference: Reference) -> None:
 @pytest.mark.parametrize(
     "settings, reason",
     [
-        pytest.param({"kv_cache_dtype": "fp8"}, "sdpa_sparse .*: kv dtype fp8, only auto", id="fp8"),
+        pytest.param({"kv_cache_dtype": "fp8_e4m3"}, "sdpa_sparse .*: kv dtype fp8_e4m3, only auto", id="8-bits"),
         pytest.param(
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
             "decode_context_parallel_size is 2, and this model's indexer compares all tokens",

@@ -45,13 +45,12 @@ class LatentParams(Protocol):
     latent_dim: int
     scale: float
     cache: Tensor  # [num_blocks, block_size, head_dim], a view of the pool
-    chosen: Tensor | None  # with needs.is_sparse: [most tokens of a step, K] int32, what `IndexerParams` says of the output
+    chosen: Tensor | None  # with needs.is_sparse: [most tokens of a step, K] int32, filled by an indexer
 
 
 class IndexerParams(Protocol):
     """The same of a layer that chooses for another one, `needs.attention_type` "indexer": token t the K tokens s of its row up to
     itself with the largest sum over heads of weights[t, head] relu(query[t, head] . key[s]), the earlier ones where scores are equal.
-
     The bound call's output is [T, K] int32: their numbers in the row, in any order, and -1 behind them where there are fewer."""
 
     layer_name: str

@@ -75,10 +75,10 @@ class AttentionNeeds:
 
 PHASES = frozenset(["decode", "prefill"])
 
-OPTIONAL_NEEDS = frozenset(
-    "sliding_window attention_chunk_size logit_soft_cap has_sinks has_alibi attention_type is_mla is_sparse has_mm_prefix "
-    "decode_context_parallel".split()
-)
+OPTIONAL_NEEDS = frozenset([
+    "sliding_window", "attention_chunk_size", "logit_soft_cap", "has_sinks", "has_alibi", "attention_type", "is_mla", "is_sparse",
+    "has_mm_prefix", "decode_context_parallel",
+])  # fmt: skip
 
 
 class AttentionBackend(OldMethods, ABC):

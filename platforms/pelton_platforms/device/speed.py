@@ -134,7 +134,9 @@ def product_operations(model: Any) -> int:
 
 def context_tokens(model: Any, layers: Iterable[Any]) -> int:
     """Tokens of context at which a token's attention in these layers has as many operations as its products; 0 where none
-    attends to all. Layers with a window read no more of a long context, and those of other kinds a state."""
+    attends to all. Layers with a window and sparse ones read no more of a long context, and those of other kinds a state."""
     needs = [layer.needs for layer in layers if isinstance(getattr(layer, "needs", None), AttentionNeeds)]
-    operations = sum(4 * need.num_heads * need.head_dim for need in needs if not need.sliding_window)
+    operations = sum(
+        4 * need.num_heads * need.head_dim for need in needs if not (need.sliding_window or need.is_sparse)
+    )
     return product_operations(model) // operations if operations else 0

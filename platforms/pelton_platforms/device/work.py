@@ -30,7 +30,8 @@ def work_of(loaded: LoadedModel) -> dict[str, float]:
     found: defaultdict[str, float] = defaultdict(float)
     found["token_flops"], found["output_flops"] = token_flops, vocab_flops[False] or vocab_flops[True]
     for name, layer in loaded.build.cache_layers.items():
-        window = getattr(layer, "sliding_window", None) or 0
+        chosen = getattr(layer, "chosen", None)  # of a sparse layer, which reads no more of a context than that
+        window = getattr(layer, "sliding_window", None) or (0 if chosen is None else chosen.shape[1])
         found[f"context_flops {window}"] += 4.0 * getattr(layer, "num_heads", 0) * getattr(layer, "head_dim", 0)
         spec = loaded.specs.get(name)
         if spec is not None:  # the others read a cache that is another layer's

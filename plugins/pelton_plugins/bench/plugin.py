@@ -29,7 +29,7 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
             name="bench",
             load="pelton_plugins.bench.command:run",
             help="measure an engine or a server: latency, throughput, serve, stream, load, soak, table, busy, host, ...",
-            doc="pelton bench latency|throughput|serve|stream|load|soak|table|cpu-table|busy|speculation|structured|host|sparse|chain [flags]",
+            doc="pelton bench latency|throughput|serve|stream|load|soak|table|cpu-table|busy|speculation|structured|host|chain|... [flags]",
         ),
     ]
 

@@ -128,7 +128,12 @@ class SparseStep:
         num_tokens, head_dim = rows * arguments.query_len, arguments.latent_dim + arguments.rope_dim
         top_k = min(arguments.index_topk, context)
         of_all: dict[str, Any] = {"num_kv_heads": 1, "block_size": block_size, "dtype": dtype}
-        attention = {"head_dim": head_dim, "num_heads": arguments.num_heads, "latent_dim": arguments.latent_dim, "is_mla": True}
+        attention = {
+            "head_dim": head_dim,
+            "num_heads": arguments.num_heads,
+            "latent_dim": arguments.latent_dim,
+            "is_mla": True,
+        }
         needs = {
             "choose": AttentionNeeds(
                 head_dim=arguments.index_dim, num_heads=arguments.index_heads, attention_type="indexer", **of_all

@@ -102,9 +102,7 @@ class DeepseekDecoderLayer(nn.Module):
         super().__init__()
         hf, mlp = config.hf, f"{prefix}.mlp"
         self.input_layernorm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}.input_layernorm")
-        self.self_attn = MLAAttention(
-            self.input_layernorm, choice=choice, config=config, prefix=f"{prefix}.self_attn"
-        )
+        self.self_attn = MLAAttention(self.input_layernorm, choice=choice, config=config, prefix=f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(
             hf.hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm"
         )

@@ -42,7 +42,8 @@ class Choice:
         hf, context = config.hf, config.parallel.context
         if not hf.get("q_lora_rank"):
             raise ConfigError(
-                f"q_lora_rank is {hf.get('q_lora_rank')}, and this model's indexer reads the query's latent. Give config.json its size, such as 1536."
+                f"q_lora_rank is {hf.get('q_lora_rank')}, and this model's indexer reads the query's latent. Give config.json its "
+                "size, such as 1536."
             )
         if context is not None:
             raise ConfigError(
@@ -80,7 +81,8 @@ class Indexer(nn.Module):
         )
         self.wk = ShardLinear(whole_shard(f"{prefix}.wk", self.head_dim, hf.hidden_size), config=config)
         self.k_norm = LayerNorm(self.head_dim, config=config, prefix=f"{prefix}.k_norm", eps=_KEY_NORM_EPS)
-        # Of each head and token. In float32, whatever the model's dtype and form of weights.
+        if config.adapters is not None:
+            config.adapters.refuse(f"{prefix}.weights_proj", "it is kept in float32")
         self.weights_proj = nn.Parameter(
             config.empty(self.num_heads, hf.hidden_size, dtype=torch.float32), requires_grad=False
         )

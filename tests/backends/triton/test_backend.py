@@ -16,14 +16,14 @@ from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.testing.attention import CASES, JUNK_CASES, MIXED, AttentionBackendConformance, AttentionCase, AttentionStep
 from pelton.testing.latent_attention import LatentAttentionConformance
-from pelton.testing.sparse_attention import SparseAttentionConformance
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.plugins import plugins_of
+from pelton.testing.sparse_attention import SparseAttentionConformance
 from pelton_backends.triton.backend import TritonBackend
 from pelton_backends.triton.mla import TritonMLABackend
-from pelton_backends.triton.sparse import TritonSparseBackend
 from pelton_backends.triton.plugin import pelton_attention_backends
 from pelton_backends.triton.runtime import INTERPRETED
+from pelton_backends.triton.sparse import TritonSparseBackend
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
@@ -110,7 +110,11 @@ def test_refuses_cards_whose_compiler_lacks_the_caches_dtype(kv_dtype: str) -> N
 
 def test_is_offered_on_cuda_only_and_can_be_captured_whole() -> None:
     offered = [(entry.name, entry.priority, entry.resolve()) for entry in pelton_attention_backends("cuda")]
-    assert offered == [("triton", 50, TritonBackend), ("triton_mla", 50, TritonMLABackend), ("triton_sparse", 50, TritonSparseBackend)]
+    assert offered == [
+        ("triton", 50, TritonBackend),
+        ("triton_mla", 50, TritonMLABackend),
+        ("triton_sparse", 50, TritonSparseBackend),
+    ]
     assert not pelton_attention_backends("cpu")
     assert TritonBackend.graph_support is GraphSupport.ALWAYS
 

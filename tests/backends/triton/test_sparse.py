@@ -41,7 +41,7 @@ def test_scores_of_every_size_and_sign_are_in_order() -> None:
     sizes = 10.0 ** torch.randint(-30, 30, (64,), generator=generator) * torch.rand(64, generator=generator)
     step.index_query.zero_()[:, 0, 0] = 1.0
     step.indexer.weights[:] = torch.tensor([[1.0], [-1.0]])
-    for row, table in enumerate(step.index_common.block_table.tolist()):
+    for table in step.index_common.block_table.tolist():
         for token in range(64):
             step.index_cache[table[token // 16], token % 16] = 0.0
             step.index_cache[table[token // 16], token % 16, 0] = sizes[token] * (-1.0 if token % 7 == 0 else 1.0)
@@ -49,5 +49,3 @@ def test_scores_of_every_size_and_sign_are_in_order() -> None:
     largest = sorted(kept.sort(descending=True, stable=True).indices[:9].tolist())
     smallest = sorted(kept.sort(stable=True).indices[:9].tolist())
     assert step.choose() == [largest, smallest]
-
-

@@ -32,3 +32,19 @@ def test_work_follows_from_the_shapes(tmp_path, family):
     assert (len(context) > 1) == (family == "gemma3"), "windows by themselves"
     kv_bytes = sum(value for name, value in work.items() if name.startswith("context_bytes"))
     assert kv_bytes == layers * 2 * kv_heads * head_dim * 4
+
+
+def test_sparse_layers_read_no_more_of_a_context_than_is_chosen(tmp_path):
+    path = make_tiny_checkpoint(tmp_path, "deepseek_v32")
+    hf = json.loads((Path(path) / "config.json").read_text())
+    with make_llm(str(path)) as llm:
+        work = llm.llm_engine.info.report.work
+    layers, latent = hf["num_hidden_layers"], hf["kv_lora_rank"] + hf["qk_rope_head_dim"]
+    index = hf["index_n_heads"] * hf["index_head_dim"]
+    found = {name: value for name, value in work.items() if name.startswith("context_")}
+    assert found == {
+        "context_flops 0": layers * 4 * index,
+        "context_bytes 0": layers * 4 * hf["index_head_dim"],
+        f"context_flops {hf['index_topk']}": layers * 4 * hf["num_attention_heads"] * latent,
+        f"context_bytes {hf['index_topk']}": layers * 4 * latent,
+    }

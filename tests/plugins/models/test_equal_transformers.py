@@ -12,7 +12,17 @@ def assert_same_logits(got, want):
 
 
 # All tokens kept, windows beside, sinks, latents, an indexer's keys, caches that layers share: what the others have too.
-KINDS_OF_CACHE = ("llama", "gemma3", "gpt_oss", "deepseek_v3_moe", "deepseek_v32", "gemma3n", "gemma4", "cohere2", "olmo2")
+KINDS_OF_CACHE = (
+    "llama",
+    "gemma3",
+    "gpt_oss",
+    "deepseek_v3_moe",
+    "deepseek_v32",
+    "gemma3n",
+    "gemma4",
+    "cohere2",
+    "olmo2",
+)
 of_each_kind_of_cache = pytest.mark.parametrize("family", KINDS_OF_CACHE, indirect=True)
 
 
