@@ -95,9 +95,7 @@ class SDPASparseAttention(SDPAMLAAttention):
             some = slice(call.tokens.start + start, call.tokens.start + start + len(own))
             rows = torch.arange(start, start + len(own)) // (num_tokens // len(call.slots))
             is_there = own >= 0
-            places = torch.where(
-                is_there, own, own[:, :1]
-            ).long()  # a masked place repeats the first, which is always there
+            places = torch.where(is_there, own, own[:, :1]).long()  # masked ones repeat the first, which is there
             slots = call.slots[rows].gather(1, places)
             context = latents.index_select(0, slots.flatten()).view(*own.shape, -1).to(query.dtype)
             scores = torch.bmm(query[some], context.transpose(1, 2)).float() * layer.scale  # [tokens, H, K]
