@@ -121,14 +121,13 @@ def choose_kernel(
     bins = tl.arange(0, _BINS)
     wanted, begin = TOP_K, tl.full([], 0, tl.uint32)
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
         counts = tl.zeros([_BINS], tl.int32)
         for first in range(0, num_keys, TILE):
             is_key = first + local < num_keys
             key = _ordered(tl.load(own + first + local, is_key, 0.0))
             if step > 0:
-                is_key = is_key & ((key >> (shift + 8)) == begin)
-            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), _BINS, mask=is_key)
+                is_key = is_key & ((key >> (32 - 8 * step)) == begin)
+            counts += tl.histogram(((key >> (24 - 8 * step)) & 255).to(tl.int32), _BINS, mask=is_key)
         # The largest digit that, with those above it, as many have as are wanted.
         at_least = tl.cumsum(counts, axis=0, reverse=True)
         digit = tl.max(tl.where(at_least >= wanted, bins, 0), axis=0)
