@@ -124,6 +124,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton_plugins.bench.simulator.command import SimulateArguments
     from pelton_plugins.bench.soak.chaos import ChaosArguments
     from pelton_plugins.bench.soak.command import SoakArguments
+    from pelton_plugins.bench.sparse import SparseArguments
     from pelton_plugins.bench.speculation import SpeculationArguments
     from pelton_plugins.bench.steps import StepsArguments
     from pelton_plugins.bench.stream.command import StreamArguments
@@ -153,6 +154,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [LoadArguments],
         [LoraArguments],
         [SoakArguments],
+        [SparseArguments],
         [SpeculationArguments],
         [TableArguments],
         [ThroughputArguments],

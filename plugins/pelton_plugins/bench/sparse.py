@@ -99,8 +99,9 @@ def run(argv: list[str]) -> int:
                 if selector.graph_support() is GraphSupport.NEVER:
                     timer.recorder = None
                 lines.append(step.measure(timer))
-    result = {"backends": _names(selector), "is_captured": timer.recorder is not None, "lines": lines}
-    print(f"{platform.describe()}, {dtype}, {arguments.num_heads} heads, {', '.join(result['backends'])}")
+    backends = _names(selector)
+    result = {"backends": backends, "is_captured": timer.recorder is not None, "lines": lines}
+    print(f"{platform.describe()}, {dtype}, {arguments.num_heads} heads, {', '.join(backends)}")
     print(render(lines))
     write_json(arguments.output_json, circumstances(platform.describe(), flat_settings(parsed)) | result)
     return 0
@@ -128,7 +129,7 @@ class SparseStep:
         num_tokens, head_dim = rows * arguments.query_len, arguments.latent_dim + arguments.rope_dim
         top_k = min(arguments.index_topk, context)
         of_all: dict[str, Any] = {"num_kv_heads": 1, "block_size": block_size, "dtype": dtype}
-        attention = {
+        attention: dict[str, Any] = {
             "head_dim": head_dim,
             "num_heads": arguments.num_heads,
             "latent_dim": arguments.latent_dim,
