@@ -77,3 +77,8 @@ def test_ranks_that_share_a_cache(made: Callable[[str], Reference], tmp_path: Pa
     shared = SIZES["tp2"] | {"decode_context_parallel_size": 2}
     assert run(made("deepseek_v3_moe"), tmp_path, **shared) == [0] * 5
     assert run(made("deepseek_v3_moe"), tmp_path, **shared) == [0, 32, 32, 96, 128]
+
+
+def test_an_indexers_keys_come_back_with_the_latents(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    assert run(made("deepseek_v32"), tmp_path, **SIZES["tp2"]) == [0] * 5
+    assert run(made("deepseek_v32"), tmp_path, **SIZES["tp2"]) == FOUND
