@@ -136,11 +136,15 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
 SIZES = {"engines": TWO, "ranks": {"tensor_parallel_size": 2, "enable_expert_parallel": True}}
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3_moe", "engines"), ("deepseek_v3_moe", "ranks")])
+@pytest.mark.parametrize(
+    ("family", "sizes", "num_copies"),
+    [("qwen3_moe", "engines", 0), ("deepseek_v3_moe", "ranks", 0), ("qwen3_moe", "engines", 3)],
+)
 def test_experts_move_until_ranks_have_as_much_to_do(
-    made: Callable[[str], Reference], family: str, sizes: str, tmp_path: Path
+    made: Callable[[str], Reference], family: str, sizes: str, num_copies: int, tmp_path: Path
 ) -> None:
-    """The router gives the first half of the experts, which one rank has, nearly all tokens. Ids stay, before, while and after moves."""
+    """The router gives half of the experts, nearly all of which one rank has, nearly all tokens: the first ones, or the last, of which
+    there are no copies at the start. Ids stay, before, while and after moves, and engines know of the same ones."""
     folder, path = shutil.copytree(made(family).path, tmp_path / family), tmp_path / family / "model.safetensors"
     tensors = load_file(path)
     for name in tensors:
@@ -148,13 +152,15 @@ def test_experts_move_until_ranks_have_as_much_to_do(
         if name.endswith("e_score_correction_bias"):
             tensors[name][:half] += 1
         elif name.endswith("mlp.gate.weight") and family == "qwen3_moe":
-            tensors[name][1:half:2] = -tensors[name][:half:2]  # of each pair one is above 0
-            tensors[name][half:] *= 0.05
+            parts = tensors[name][:half], tensors[name][half:]
+            chosen, others = reversed(parts) if num_copies else parts
+            chosen[1::2] = -chosen[::2]  # of each pair one is above 0
+            others *= 0.05
     save_file(tensors, path)
     prompts = made(family).prompts
     expected, gap = greedy_reference(str(folder), prompts, 32)
     assert gap > 1e-4
-    eplb = {"enable_eplb": True, "step_interval": 12, "window_size": 8}
+    eplb = {"enable_eplb": True, "step_interval": 12, "window_size": 8, "num_redundant_experts": num_copies}
     with make_llm(str(folder), **SIZES[sizes], eplb_config=eplb, max_num_batched_tokens=64) as llm:
         call = llm.llm_engine.client.call
         assert generate(llm, prompts, greedy(32)) == expected
@@ -163,12 +169,16 @@ def test_experts_move_until_ranks_have_as_much_to_do(
             assert generate(llm, prompts, greedy(32)) == expected
         loads = call("worker.expert_load")
         halves = [[sum(load[: len(load) // 2]), sum(load[len(load) // 2 :])] for load in loads.values()]
-        first, second = map(sum, zip(*halves, strict=True))
-        assert first > 1.5 * second, "the load is skewed"
+        more, less = sorted(map(sum, zip(*halves, strict=True)), reverse=True)
+        assert more > 1.5 * less, "the load is skewed"
         found = balance_of(llm)
         assert found["moves"] > 0
         first, *later = found["balance"]
         assert first < 0.85 and sum(later) / len(later) > first + 0.04, found
+        for placement in found["placement"].values():
+            assert len(placement) == len(set(placement)) + num_copies
+        for engine in getattr(llm.llm_engine.client, "_engines", ()):
+            assert engine.client.call("worker.expert_balance") == found
 
 
 def test_copies_of_experts_that_a_checkpoint_has_in_one_tensor(made: Callable[[str], Reference]) -> None:

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import IO, Any
 
 _MOST_BYTES, _MOST_FDS = 1 << 17, 16
+UNKNOWN = 251
+"""The exit status of a fork whose server is gone, and with it who would have been told."""
 
 
 class ForkServer:
@@ -66,6 +68,7 @@ class ForkedProcess:
         if "--parent-pid" in command:
             command[command.index("--parent-pid") + 1] = str(server.pid)
         self._lock = threading.Lock()
+        self._server = server  # which ends with the last who holds it
         self.returncode: int | None = None
         self.stdin: IO[bytes] | None = None
         self.stdout: IO[Any] | None = None
@@ -114,7 +117,7 @@ class ForkedProcess:
                 if self.returncode is None:
                     said = os.read(self._end, 20)
                     os.close(self._end)
-                    self.returncode = int(said or b"-9")
+                    self.returncode = int(said) if said else UNKNOWN
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, None]:
@@ -140,14 +143,19 @@ class ForkedProcess:
         self.send_signal(signal.SIGTERM)
 
 
+_first_start = threading.Lock()
+
+
 @functools.cache
 def _server() -> ForkServer:
     return ForkServer()
 
 
 def start(command: list[str], **options: Any) -> ForkedProcess:
-    """In place of `subprocess.Popen`."""
-    return ForkedProcess(_server(), command, **options)
+    """In place of `subprocess.Popen`, from any thread."""
+    with _first_start:  # several engines start at once: two servers otherwise, of which one ends, and its forks with it
+        server = _server()
+    return ForkedProcess(server, command, **options)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Folder where the ranks of engines that share their experts meet; their client sets it."""
     data_parallel_routing: str = "load"
     """How an engine is picked for each request: load, prefix, or a plugin's name."""
+    enable_elastic_ep: bool = False
+    """Let the number of engines be changed while they serve: /scale_elastic_ep, `AsyncLLM.scale_elastic_ep`."""
     enable_expert_parallel: bool = False
     """Ranks hold whole experts, each some of them, in place of a part of each; those of several engines share them."""
     distributed_executor_backend: str | None = None
@@ -63,6 +65,11 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"data_parallel_start_rank is {own.start} and data_parallel_size_local {len(own)}; use engines of 0 to {size - 1}."
             )
+
+    @property
+    def has_several_engines(self) -> bool:
+        """Engines are behind one client of all: two or more, or one that others may join."""
+        return self.data_parallel_size > 1 or self.enable_elastic_ep
 
     @property
     def shares_experts(self) -> bool:

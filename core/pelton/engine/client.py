@@ -96,7 +96,7 @@ def start_process(config: EngineConfig, model: ResolvedModel, plugins: Plugins, 
 
 def start_engines(config: EngineConfig, model: ResolvedModel, plugins: Plugins, start: EngineStarter) -> EngineClient:
     """Start one engine by `start`, or several behind one client."""
-    if config.parallel.data_parallel_size == 1:
+    if not config.parallel.has_several_engines:
         return start(config, model, plugins)
     entry = plugins.find(
         "pelton_engine_clients", config.parallel.data_parallel_routing, setting="data_parallel_routing"

@@ -398,7 +398,8 @@ class EngineCore:
                 return self._scheduler.rest(self._executor.call, method, *args)
             return self._executor.call(method.removeprefix("worker."), *args)
         raise RequestError(
-            "There is no such call; use reset_prefix_cache, kv_cache_usage, check_health, adapter.<method> or worker.<method>",
+            "There is no such call; use reset_prefix_cache, kv_cache_usage, check_health, adapter.<method> or worker.<method>, "
+            "and with enable_elastic_ep scale_elastic_ep",
             param="method",
             value=method,
         )

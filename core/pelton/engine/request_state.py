@@ -62,27 +62,10 @@ class SequenceState:
     """One sample of a request."""
 
     __slots__ = (
-        "cumulative_logprob",
-        "decode_token",
-        "detokenizer",
-        "engine_id",
-        "finish_reason",
-        "index",
-        "logprobs",
-        "matcher",
-        "new_logprobs",
-        "num_cached_tokens",
-        "only_counts",
-        "only_text",
-        "reported_finish",
-        "request",
-        "sent_text",
-        "sent_tokens",
-        "stop_reason",
-        "text",
-        "times",
-        "token_ids",
-    )
+        "cumulative_logprob", "decode_token", "detokenizer", "engine_id", "finish_reason", "index", "logprobs",
+        "matcher", "new_logprobs", "num_cached_tokens", "only_counts", "only_text", "reported_finish", "request",
+        "sent_text", "sent_tokens", "stop_reason", "text", "times", "token_ids",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -238,21 +221,9 @@ class RequestState:
     """One request of a user: n sequences."""
 
     __slots__ = (
-        "arrival",
-        "decode_token",
-        "error",
-        "is_touched",
-        "kv_transfer_params",
-        "params",
-        "pooled",
-        "processed",
-        "prompt_logprobs",
-        "prompt_logprobs_sent",
-        "queue",
-        "sequences",
-        "ttft_s",
-        "unfinished",
-    )
+        "arrival", "decode_token", "error", "is_touched", "kv_transfer_params", "params", "pooled", "processed",
+        "prompt_logprobs", "prompt_logprobs_sent", "queue", "sequences", "ttft_s", "unfinished",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
@@ -30,9 +31,11 @@ class StatLoggers:
         self, config: EngineConfig, plugins: Plugins, engine_index: int | None = None, *, quiet: bool = False
     ) -> None:
         self._others: dict[int, StatLoggers] = {}
+        self._make = partial(StatLoggers, config, plugins, quiet=quiet)
+        self._is_elastic = engine_index is None and config.parallel.enable_elastic_ep
         if engine_index is None:
             engine_index, *more = config.parallel.served_indexes
-            self._others = {index: StatLoggers(config, plugins, index, quiet=quiet) for index in more}
+            self._others = {index: self._make(index) for index in more}
         entries = [] if config.observability.disable_log_stats else chosen_entries(plugins)
         self.loggers: dict[str, StatLogger] = {}
         for entry in entries:
@@ -51,7 +54,19 @@ class StatLoggers:
         return bool(self.loggers)
 
     def of(self, engine_index: int) -> StatLoggers:
+        if self._is_elastic and engine_index and engine_index not in self._others:
+            return self._make(engine_index)  # it has left: its last figures are nobody's
         return self._others.get(engine_index, self)
+
+    def started(self, info: EngineInfo, engine_index: int) -> None:
+        """An engine has started, perhaps one that joined."""
+        if self._is_elastic and engine_index and engine_index not in self._others:
+            self._others[engine_index] = self._make(engine_index)
+        self.of(engine_index).engine_started(info)
+
+    def keep(self, num_engines: int) -> None:
+        """Forget engines from this number on."""
+        self._others = {index: other for index, other in self._others.items() if index < num_engines}
 
     def engine_started(self, info: EngineInfo) -> None:
         for name, stat_logger in self.loggers.items():

@@ -102,16 +102,13 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
             return
         began = time.monotonic()
         self._client = await asyncio.to_thread(start_engines, self.config, self.model, self.plugins, self._start_engine)
-        self._client.supervise(self._max_restarts, lambda info, index: self.stat_loggers.of(index).engine_started(info))
+        self._client.supervise(self._max_restarts, self.stat_loggers.started)
         self._started(time.monotonic() - began)
         await self._load_adapters()
         self._supervisor = Supervisor(
-            self._client,
-            max_restarts=self._max_restarts,
-            hand_on=self._hand_on,
-            started=self._started,
+            self._client, max_restarts=self._max_restarts, hand_on=self._hand_on, started=self._started,
             died=lambda error: self._fail_all(error, SchedulerStats()),
-        )
+        )  # fmt: skip
         self._tasks = [asyncio.create_task(self._supervisor.run(), name="pelton-outputs")]
         if self.config.scheduler.max_step_s:
             watch = self._supervisor.watch(self.config.scheduler.max_step_s)
@@ -184,18 +181,10 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         """
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         queue = await self._add(
-            self.input_processor.process,
-            prompt,
-            sampling_params,
-            request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout_s=timeout_s,
-            kv_transfer_params=kv_transfer_params,
+            self.input_processor.process, prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
+            timeout_s=timeout_s, kv_transfer_params=kv_transfer_params, tenant=tenant, on_text=on_text,
             adapter=None if lora_request is None else self.adapters.ref(lora_request),
-            tenant=tenant,
-            on_text=on_text,
-        )
+        )  # fmt: skip
         deadline = deadline_of(timeout_s)
         finished = False
         try:
@@ -388,6 +377,12 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self.call("wake_up", list(tags or ()), timeout_s=600.0)
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: float = 120.0) -> None:
+        """Have so many engines from now on; returns once they are there. Needs `enable_elastic_ep`. Those that leave take no new requests,
+        and finish theirs within `drain_timeout` seconds; what is left ends with an error."""
+        await self.call("scale_elastic_ep", new_data_parallel_size, drain_timeout)
+        self.stat_loggers.keep(new_data_parallel_size)
 
     @property
     def _resolvers(self) -> Sequence[tuple[str, LoRAResolver]]:

@@ -48,13 +48,11 @@ class FrontEnd:
         with self.plugins.blaming("when the IO processor is made"):
             self.io_processor = load_io_processor(self.config, self.model, self.tokenizer, self.plugins)
         backends = self.plugins.entries("pelton_structured_output_backends")
+        processors = load_processors(self.plugins) if self.model.pooling is None else None
         self.input_processor = InputProcessor(
-            self.config,
-            self.model,
-            self.tokenizer,
-            structured_output_backends=[entry.name for entry in backends],
-            logits_processors=load_processors(self.plugins) if self.model.pooling is None else None,
-        )
+            self.config, self.model, self.tokenizer, structured_output_backends=[entry.name for entry in backends],
+            logits_processors=processors,
+        )  # fmt: skip
         self.adapters = AdapterRegistry(
             self.config.lora, self.config.model.served_model_name or [self.config.model.model]
         )

@@ -404,6 +404,11 @@ class LLM:
         """Take memory back for "weights", then "kv_cache"; for both without tags."""
         self.llm_engine.client.call("wake_up", list(tags or ()), timeout_s=600.0)
 
+    def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: float = 120.0) -> None:
+        """See `AsyncLLM.scale_elastic_ep`."""
+        self.llm_engine.client.call("scale_elastic_ep", new_data_parallel_size, drain_timeout)
+        self.llm_engine.stat_loggers.keep(new_data_parallel_size)
+
     def shutdown(self) -> None:
         """End the engine and free its memory. Idempotent."""
         self.llm_engine.shutdown()

@@ -61,9 +61,9 @@ class LLMEngine:
         self.stat_loggers = StatLoggers(self.config, self.plugins, quiet=ASKS_FOR_LOG_LINES.isdisjoint(explicit))
         self.num_preemptions = 0
         began = time.monotonic()
-        start = start_process if engine_process or self.config.parallel.data_parallel_size > 1 else InProcessClient
+        start = start_process if engine_process or self.config.parallel.has_several_engines else InProcessClient
         self.client: EngineClient = start_engines(self.config, self.model, self.plugins, start)
-        self.client.supervise(MAX_RESTARTS, lambda info, index: self.stat_loggers.of(index).engine_started(info))
+        self.client.supervise(MAX_RESTARTS, self.stat_loggers.started)
         self.info: EngineInfo = self.client.info
         self.front_end.engine_started(self.info, time.monotonic() - began)
         self.stat_loggers.engine_started(self.info)

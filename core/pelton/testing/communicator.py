@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,13 +44,20 @@ class CommunicatorConformance:
     size: ClassVar[int] = 2
     device: ClassVar[str] = "cpu"
     _reports: ClassVar[list[Report]]
+    _failure: ClassVar[str]
 
     @pytest.fixture
     def reports(self) -> list[Report]:
         """Return what each rank found: the ranks run once for a class."""
         cls = type(self)
+        if "_failure" in vars(cls):
+            pytest.fail(f"the ranks did not run: {cls._failure}")
         if "_reports" not in vars(cls):
-            cls._reports = [json.loads(text) for text in self._run()]
+            try:
+                cls._reports = [json.loads(text) for text in self._run()]
+            except Exception as error:
+                cls._failure = str(error)
+                raise
         return cls._reports
 
     @pytest.mark.parametrize("check", CHECKS)
@@ -92,13 +100,27 @@ class CommunicatorConformance:
                 for rank in range(self.size)
             ]  # fmt: skip
             try:
-                texts = [rank.communicate(timeout=_START_S)[0].strip() for rank in ranks]
+                late = self._wait(ranks)
             finally:
                 for rank in ranks:
                     rank.kill()
-            for number, (rank, text) in enumerate(zip(ranks, texts, strict=True)):
-                assert rank.returncode == 0, f"rank {number} ended with status {rank.returncode}: {text[-1500:]}"
+            texts = [rank.communicate()[0].strip() for rank in ranks]
+            failed = [number for number, rank in enumerate(ranks) if number not in late and rank.returncode != 0]
+            for number in failed or late:
+                status = ranks[number].returncode
+                how = f"ended with status {status}" if failed else f"did not end within {_START_S:g} s"
+                raise AssertionError(f"rank {number} {how}: {texts[number][-1500:]}")
         return [text.splitlines()[-1] for text in texts]
+
+    def _wait(self, ranks: list[subprocess.Popen[str]]) -> list[int]:
+        """Return who had not ended when the time was over, or when one failed, for which the others would wait."""
+        deadline = time.monotonic() + _START_S
+        while True:
+            statuses = [rank.poll() for rank in ranks]
+            running = [number for number, status in enumerate(statuses) if status is None]
+            if not running or any(statuses) or time.monotonic() > deadline:
+                return running
+            time.sleep(0.02)
 
 
 def _make(load: str, rank: int, size: int, store: str, device: str, group: str, timeout_s: float) -> Communicator:

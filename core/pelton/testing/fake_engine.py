@@ -42,6 +42,8 @@ class Script(msgspec.Struct, forbid_unknown_fields=True):
 
     step_s: float = 0.0
     fail_start: str | None = None
+    fail_from_engine: int = 0
+    """`fail_start` is of engines from this number on."""
     die_at_start: bool = False
     kill_at_step: int | None = None
     hang_at_step: int | None = None
@@ -59,7 +61,8 @@ class ScriptedExecutor(FakeExecutor):
         if self.script.die_at_start:
             os.write(2, b"the device is on fire\n")
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.script.fail_start is not None:
+        is_failing = config.parallel.data_parallel_rank >= self.script.fail_from_engine
+        if self.script.fail_start is not None and is_failing:
             raise ConfigError(self.script.fail_start) from OSError("no such device")
         self.fails = lambda step_id: (
             "as the script says"

@@ -1,7 +1,7 @@
 """`SeveralEngines`: engines with a whole copy of the model each, as one client (data parallelism).
 
 Each request goes to the engine that the router picks, and stays there. A dead or hung engine loses its own requests, with an error, and
-is started again while the others go on. Calls go to all engines.
+is started again while the others go on. Calls go to all engines. Engines come and go as `scaling.py` says.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
 from pelton.config import EngineConfig
+from pelton.config.parallel import ParallelConfig
 from pelton.engine.client import EngineClient, EngineStarter
 from pelton.engine.protocol import error_info
-from pelton.errors import EngineDeadError
+from pelton.errors import EngineDeadError, EngineError, PeltonError
 from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo
@@ -33,12 +34,12 @@ from pelton.sdk.supervisor import MAX_RESTARTS, Supervisor
 from pelton_plugins.data_parallel.expert_group import ExpertGroup
 from pelton_plugins.data_parallel.far import FarConnection
 from pelton_plugins.data_parallel.router import EngineLoad, LoadRouter, RequestRouter
+from pelton_plugins.data_parallel.scaling import Scaling, check_elastic
 from pelton_plugins.data_parallel.secure import read_secret
+from pelton_plugins.data_parallel.side_by_side import run_all, start_all
 
 SILENT_S = 3.0
 """An engine's process says every second that it lives. One that has not for so long gets no new requests while others do."""
-
-T = TypeVar("T")
 
 logger = get_logger(__name__)
 
@@ -52,6 +53,8 @@ class _Engine:
         self.num_in_flight = 0
         self.num_sent = 0  # of those, at most: since its last report
         self.supervisor: Supervisor | None = None
+        self.is_leaving = False  # it gets no new requests, and is closed once it has none
+        self.tasks: list[asyncio.Task[None]] = []  # that follow it
 
     @property
     def is_well(self) -> bool:
@@ -77,33 +80,43 @@ class SeveralEngines(EngineClient):
     load_class: ClassVar[type[EngineLoad]] = EngineLoad
 
     def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, start: EngineStarter) -> None:
-        self._group = ExpertGroup(config.parallel) if config.parallel.shares_experts else None
-        parallel = config.parallel if self._group is None else self._group.parallel
+        check_elastic(config.parallel)
+        self._start, self._config, self._model, self._plugins = start, config, model, plugins
+        self._group, parallel = self.group_of(config.parallel)
         indexes = list(parallel.served_indexes)
         self._router = self.router_class(config, len(indexes))
         self._max_step_s = config.scheduler.max_step_s
         self._max_restarts = MAX_RESTARTS
         self._tell_started: Callable[[EngineInfo, int], None] | None = None
+        self._scaling = Scaling(self, config.parallel)
         self._lock = threading.Lock()  # of the tables below, and of the router
+        self._drained = threading.Condition(self._lock)  # one that leaves has nothing more to do
         self._engine_of: dict[str, _Engine] = {}
         self._loads = [EngineLoad() for _ in indexes]
         self._arrived: deque[EngineOutputs] = deque()
         self._news = threading.Condition()
         self._waiter: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # on which engines are followed
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
 
-        def start_one(index: int) -> EngineClient:
-            own = msgspec.structs.replace(parallel, data_parallel_rank=index)
-            options = {} if index in parallel.engine_indexes else {"connect": FarConnection}
-            return start(msgspec.structs.replace(config, parallel=own), model, plugins, **options)
-
         if len(indexes) > len(parallel.engine_indexes):
             read_secret(parallel.data_parallel_key_file)  # before an engine starts
-        clients = _start_all([partial(start_one, index) for index in indexes])
+        clients = start_all([partial(self.start_one, parallel, index) for index in indexes])
         self._engines = [_Engine(place, *pair) for place, pair in enumerate(zip(indexes, clients, strict=True))]
-        self.info = self._shared_info(parallel.data_parallel_routing)
+        self.info = self.shared_info()
+
+    @staticmethod
+    def group_of(parallel: ParallelConfig) -> tuple[ExpertGroup | None, ParallelConfig]:
+        """Return what engines that share their experts have in common, and the sizes with it."""
+        group = ExpertGroup(parallel) if parallel.shares_experts else None
+        return group, parallel if group is None else group.parallel
+
+    def start_one(self, parallel: ParallelConfig, index: int) -> EngineClient:
+        own = msgspec.structs.replace(parallel, data_parallel_rank=index)
+        options = {} if index in parallel.engine_indexes else {"connect": FarConnection}
+        return self._start(msgspec.structs.replace(self._config, parallel=own), self._model, self._plugins, **options)
 
     @staticmethod
     def run_node(config: EngineConfig, plugins: Plugins) -> int:
@@ -112,8 +125,9 @@ class SeveralEngines(EngineClient):
 
         return run_node(config, plugins)
 
-    def _shared_info(self, routing: str) -> EngineInfo:
+    def shared_info(self) -> EngineInfo:
         """Return facts that hold for each engine."""
+        routing = self._config.parallel.data_parallel_routing
         least = min((engine.client.info for engine in self._engines), key=lambda info: info.num_blocks)
         shown = f"{len(self._engines)}, requests by {routing}; figures are those of each"
         report = msgspec.structs.replace(least.report, choices={"engines": shown, **least.report.choices})
@@ -129,27 +143,26 @@ class SeveralEngines(EngineClient):
         """Send each to an engine. Raises `EngineDeadError` (503) when none takes requests."""
         left = list(requests)
         while left:
-            shares: dict[int, list[EngineRequest]] = {}
+            shares: dict[_Engine, list[EngineRequest]] = {}
             with self._lock:
                 for request in left:
-                    engine = self._route(request)
-                    shares.setdefault(engine.place, []).append(request)
+                    shares.setdefault(self._route(request), []).append(request)
             left = []
-            for place, share in shares.items():
-                engine = self._engines[place]
+            for engine, share in shares.items():
                 try:
                     engine.client.add_requests(share)
                 except EngineDeadError:  # just now; its supervisor is about to hear of it
                     with self._lock:
                         engine.is_up = False
+                        share = [one for one in share if self._engine_of.get(one.request_id) is engine]
                         for request in share:
                             self._forget(request.request_id)
                     left += share
 
     def _route(self, request: EngineRequest) -> _Engine:
-        up = [engine for engine in self._engines if engine.is_up]
+        up = [engine for engine in self._engines if engine.is_up and not engine.is_leaving]
         if not up or self._is_closed:
-            error = self.error or EngineDeadError("No engine is up.")
+            error = self.error or EngineDeadError("The number of engines is being changed.")
             dead = EngineDeadError(f"{error} New requests are refused until an engine is back.")
             dead.status = 503
             raise dead
@@ -167,19 +180,21 @@ class SeveralEngines(EngineClient):
         if engine is not None:
             engine.num_in_flight -= 1
             engine.num_sent = min(engine.num_sent, engine.num_in_flight)  # it may end between two reports
+            if engine.is_leaving and not engine.num_in_flight:
+                self._drained.notify_all()
 
     def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
-        shares: dict[int, list[str]] = {}
+        shares: dict[_Engine, list[str]] = {}
         with self._lock:
             for request_id in request_ids:
                 engine = self._engine_of.get(request_id)
                 if engine is not None:
-                    shares.setdefault(engine.place, []).append(request_id)
+                    shares.setdefault(engine, []).append(request_id)
                     if reason == FinishReason.STOP:  # nothing more comes of it
                         self._forget(request_id)
-        for place, share in shares.items():
+        for engine, share in shares.items():
             with contextlib.suppress(EngineDeadError):  # its requests end anyway
-                self._engines[place].client.finish_requests(share, reason)
+                engine.client.finish_requests(share, reason)
 
     # -- outputs --
 
@@ -198,7 +213,7 @@ class SeveralEngines(EngineClient):
         return EngineOutputs()
 
     async def get_outputs_async(self) -> list[EngineOutputs]:
-        if not self._tasks:
+        if self._loop is None:
             self._follow()
         while not self._arrived:
             if self._is_closed:
@@ -217,18 +232,24 @@ class SeveralEngines(EngineClient):
     def _follow(self) -> None:
         """Start what takes outputs and watches over each engine, on the running loop."""
         loop = asyncio.get_running_loop()
-        for engine in self._engines:
-            supervisor = engine.supervisor = Supervisor(
-                engine.client, max_restarts=self._max_restarts, hand_on=partial(self._hand_on, engine),
-                died=partial(self._died, engine), started=partial(self._restarted, engine), name=f"Engine {engine.index}",
-            )  # fmt: skip
-            self._tasks.append(loop.create_task(supervisor.run(), name=f"pelton-outputs-{engine.index}"))
-            is_ours = type(engine.client).kill is not EngineClient.kill
-            if self._max_step_s and is_ours:
-                self._tasks.append(loop.create_task(supervisor.watch(self._max_step_s)))
-            self._tell_state(engine)
-        if self._group is not None:
-            self._tasks.append(loop.create_task(self._group.watch(self._engines)))
+        with self._lock:
+            self._loop, engines = loop, list(self._engines)
+        for engine in engines:
+            self._follow_one(engine)
+        if self._config.parallel.enable_expert_parallel:
+            self._tasks.append(loop.create_task(ExpertGroup.watch(self._engines)))
+
+    def _follow_one(self, engine: _Engine) -> None:
+        loop = asyncio.get_running_loop()
+        supervisor = engine.supervisor = Supervisor(
+            engine.client, max_restarts=self._max_restarts, hand_on=partial(self._hand_on, engine),
+            died=partial(self._died, engine), started=partial(self._restarted, engine), name=f"Engine {engine.index}",
+        )  # fmt: skip
+        engine.tasks.append(loop.create_task(supervisor.run(), name=f"pelton-outputs-{engine.index}"))
+        is_ours = type(engine.client).kill is not EngineClient.kill
+        if self._max_step_s and is_ours:
+            engine.tasks.append(loop.create_task(supervisor.watch(self._max_step_s)))
+        self._tell_state(engine)
 
     def _hand_on(self, engine: _Engine, outputs: EngineOutputs) -> None:
         outputs.engine_index = engine.index
@@ -260,16 +281,20 @@ class SeveralEngines(EngineClient):
         reason.status = error.status
         with self._lock:
             engine.is_up = False
-            lost = [name for name, owner in self._engine_of.items() if owner is engine]
-            for request_id in lost:
-                self._forget(request_id)
+            ended = self._end_requests(engine, reason)
             self._loads[engine.place] = EngineLoad()
-            self._router.forget(engine.place)
-        info = error_info(reason)
-        ended = [EngineOutput(name, finish_reason=FinishReason.ERROR, error=info) for name in lost]
         if self._group is not None:
             self._group.end_others(engine, self._engines)
         self._tell_state(engine, ended)
+
+    def _end_requests(self, engine: _Engine, reason: PeltonError) -> list[EngineOutput]:
+        """Forget what an engine that is gone had; the caller holds the lock."""
+        lost = [name for name, owner in self._engine_of.items() if owner is engine]
+        for request_id in lost:
+            self._forget(request_id)
+        self._router.forget(engine.place)
+        info = error_info(reason)
+        return [EngineOutput(name, finish_reason=FinishReason.ERROR, error=info) for name in lost]
 
     def _restarted(self, engine: _Engine, took_s: float) -> None:
         with self._lock:
@@ -284,13 +309,109 @@ class SeveralEngines(EngineClient):
         stats = SchedulerStats(plugin_metrics=[up])
         self._put(EngineOutputs(list(ended), stats=stats, engine_index=engine.index))
 
+    # -- engines that come and leave --
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._engines)
+
+    def set_group(self, group: ExpertGroup | None) -> None:
+        """Take what the engines that join next have in common."""
+        before, self._group = self._group, group
+        if before is not None:
+            before.close()
+
+    def join(self, clients: Sequence[EngineClient]) -> None:
+        """Have these engines too. From another thread than the loop's. Raises `EngineDeadError` behind a shutdown."""
+        joined: list[_Engine] = []
+
+        def follow() -> None:
+            with self._lock:
+                self.check_open()
+                for client in clients:
+                    joined.append(_Engine(len(self._engines), len(self._engines), client))
+                    self._engines.append(joined[-1])
+                    self._loads.append(EngineLoad())
+                self._router.resize(len(self._engines))
+                loop = self._loop
+            for engine in joined:
+                if loop is not None:
+                    loop.call_soon_threadsafe(self._follow_one, engine)
+                if self._tell_started is not None:
+                    self._tell_started(engine.client.info, engine.index)
+
+        self._on_loop(follow)
+
+    def leave(self, num_left: int, timeout_s: float) -> list[EngineClient]:
+        """Have engines from this number on no more: they get no new requests, and up to `timeout_s` for those that they have. Returns
+        their clients, which are to be closed. From another thread than the loop's. Raises `EngineDeadError` behind a shutdown."""
+        with self._lock:
+            leaving = self._engines[num_left:]
+            if not leaving:
+                return []
+            for engine in leaving:
+                engine.is_leaving = True
+            self._drained.wait_for(
+                lambda: self._is_closed or not any(engine.num_in_flight for engine in leaving), timeout_s
+            )
+            self.check_open()
+        reason = EngineError(
+            f"The number of engines was changed, and this request did not finish within {timeout_s:g} s. Send it again."
+        )
+        reason.status = 503
+
+        def end() -> None:
+            for engine in leaving:
+                for task in engine.tasks:
+                    task.cancel()
+                with self._lock:
+                    engine.is_up = False
+                    ended = self._end_requests(engine, reason)
+                self._put(EngineOutputs(ended, engine_index=engine.index))
+            with self._lock:
+                del self._engines[num_left:], self._loads[num_left:]
+                self._router.resize(num_left)
+
+        self._on_loop(end)
+        return [engine.client for engine in leaving]
+
+    def _on_loop(self, job: Callable[[], None]) -> None:
+        """Run it where engines are followed, and wait for it."""
+        with self._lock:
+            loop = self._loop
+        if loop is None:
+            job()
+            return
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                job()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        loop.call_soon_threadsafe(run)
+        while not done.done():
+            self.check_open()
+            wait([done], 0.2)
+        done.result()
+
+    def check_open(self) -> None:
+        """Raise `EngineDeadError` behind a shutdown."""
+        if self._is_closed:
+            raise EngineDeadError("The engine was shut down.")
+
     # -- all engines --
 
     def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
-        """To all engines that live; an engine that comes back later starts without what was loaded, and loads it when it is asked for."""
+        """To all engines that live; an engine that comes back later starts without what was loaded, and loads it when it is asked for.
+        What changes the number of engines is for us: see `Scaling`."""
+        if method in self._scaling.calls:
+            return self._scaling.calls[method](*args)
         live = [engine for engine in self._engines if engine.client.error is None]
         results, errors = [], []
-        for future in _run_all(
+        for future in run_all(
             [partial(engine.client.call, method, *args, timeout_s=timeout_s) for engine in live]
         ):  # fmt: skip
             try:
@@ -310,8 +431,10 @@ class SeveralEngines(EngineClient):
         """None while one engine at least takes requests."""
         if self._is_closed:
             return EngineDeadError("The engine was shut down.")
-        if any(engine.is_up for engine in self._engines):
+        if any(engine.is_up and not engine.is_leaving for engine in self._engines):
             return None
+        if self._scaling.why_none is not None:
+            return EngineDeadError(self._scaling.why_none)
         return EngineDeadError(" ".join(engine.down_reason() for engine in self._engines))
 
     @property
@@ -332,9 +455,11 @@ class SeveralEngines(EngineClient):
             self._stop_following()
         else:
             loop.call_soon_threadsafe(self._stop_following)
-            loop.call_soon_threadsafe(loop.stop)
+            loop.call_soon_threadsafe(loop.call_later, 0.01, loop.stop)  # once what follows engines has ended
+        with self._lock:
+            self._drained.notify_all()
         stops = [partial(engine.client.shutdown, timeout_s) for engine in self._engines]
-        for future in _run_all(stops):
+        for future in run_all(stops):
             with contextlib.suppress(EngineDeadError):
                 future.result()
         if self._group is not None:
@@ -343,7 +468,7 @@ class SeveralEngines(EngineClient):
             self._news.notify_all()
 
     def _stop_following(self) -> None:
-        for task in self._tasks:
+        for task in [*self._tasks, *(task for engine in self._engines for task in engine.tasks)]:
             task.cancel()
         self._wake()
 
@@ -363,54 +488,3 @@ def joined(method: str, results: Sequence[Any]) -> Any:
     if all(isinstance(result, float) for result in results):
         return sum(results) / len(results)
     return results[0]
-
-
-def _run_all(jobs: Sequence[Callable[[], T]]) -> list[Future[T]]:
-    """Each on a thread of its own; waits for all."""
-    if len(jobs) == 1:
-        return [_done(jobs[0])]
-    futures = [_begin(job) for job in jobs]
-    wait(futures)
-    return futures
-
-
-def _done(job: Callable[[], T]) -> Future[T]:
-    future: Future[T] = Future()
-    try:
-        future.set_result(job())
-    except BaseException as error:
-        future.set_exception(error)
-    return future
-
-
-def _begin(job: Callable[[], T]) -> Future[T]:
-    """On a daemon thread, which does not keep the interpreter from ending."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="pelton-engine-call", daemon=True).start()
-    return future
-
-
-def _start_all(starts: Sequence[Callable[[], EngineClient]]) -> list[EngineClient]:
-    """Start engines side by side. Raises the first error at once; engines that are ready by then, or later, are ended."""
-    futures = [_begin(start) for start in starts]
-    try:
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-    except BaseException:
-        for future in futures:
-            future.add_done_callback(_end_unused)
-        raise
-    return [future.result() for future in futures]
-
-
-def _end_unused(future: Future[EngineClient]) -> None:
-    if future.exception() is None:
-        future.result().shutdown(0.0)

@@ -38,6 +38,9 @@ class RequestRouter(ABC):
     def route(self, request: EngineRequest, loads: Sequence[EngineLoad], ready: Sequence[int]) -> int:
         """Return one of `ready`: places in `loads` of the engines that take requests, in order; at least one."""
 
+    def resize(self, num_engines: int) -> None:  # noqa: B027
+        """There are so many engines from now on; those that stay keep their places."""
+
     def forget(self, engine: int) -> None:  # noqa: B027
         """The engine at this place holds no prefixes any more: it started anew, or its cache was reset."""
 

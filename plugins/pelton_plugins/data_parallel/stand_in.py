@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -28,8 +29,8 @@ from pelton_plugins.data_parallel.secure import address, listen, read_secret
 logger = get_logger(__name__)
 
 POLL_MS = 250
-CHECKS = 20
-"""How often we look for our node after a connection has ended: its socket can take what is sent for a moment longer."""
+CHECK_S = 5.0
+"""For how long we look for our node after a connection has ended: its socket can take what is sent for a moment longer."""
 
 
 class StandIn:
@@ -43,6 +44,7 @@ class StandIn:
         self._in.bind(protocol.address(socket_dir, protocol.INPUT_SOCKET))
         self._outs: dict[int, zmq.Socket[bytes]] = {}
         self._peer: bytes | None = None
+        self._check_at = self._check_until = 0.0
         self._decoder = protocol.decoder_for_front_end()
 
     def run(self) -> None:
@@ -70,43 +72,73 @@ class StandIn:
         poller = zmq.Poller()
         for socket in (self._in, far, monitor):
             poller.register(socket, zmq.POLLIN)
-        checks_left = 0
         while True:
             ready = dict(poller.poll(POLL_MS))
             self._check_parent()
-            if far in ready and not self._take_far(far, index, first):
+            if far in ready:
+                self._take_far(far, index, first)
+            if self._in in ready and not self._take_near(far, index):
                 return
-            if self._in in ready and self._peer is not None:
-                self._pass_on(far, index)
             if monitor in ready:
                 parse_monitor_message(monitor.recv_multipart())
-                checks_left = CHECKS
-            if checks_left and self._peer is not None:
-                checks_left -= 1
-                self._send_far(far, b"", index)
+                self._check_from_now()
+            self._check_peer(far, index)
 
-    def _take_far(self, far: zmq.Socket[bytes], index: int, first: bytes) -> bool:
+    def _check_from_now(self) -> None:
+        """Somebody has gone, perhaps our node: not as many times as there are messages, but for as long as its socket may take some."""
+        self._check_at = time.monotonic()
+        self._check_until = self._check_at + CHECK_S
+
+    def _check_peer(self, far: zmq.Socket[bytes], index: int) -> None:
+        now = time.monotonic()
+        if self._peer is not None and self._check_at <= now < self._check_until:
+            self._check_at = now + POLL_MS / 1000
+            self._send_far(far, b"", index)
+
+    def _take_far(self, far: zmq.Socket[bytes], index: int, first: bytes) -> None:
         """Pass on all that has come from the node."""
         while True:
             try:
                 peer, place, data = far.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return True
+                return
             except ValueError:  # not three parts: of another version
                 continue
-            if self._peer is None:
-                message = self._decoder.decode(data)
-                if isinstance(message, protocol.Hello):
-                    self._peer = peer
-                    logger.info("The node of engine %d is there.", index)
-                    far.send_multipart([peer, first])
-            elif peer == self._peer:
+            if peer == self._peer:
                 self._tell(data, int.from_bytes(place, "little"))
+            elif self._is_hello(data):
+                self._greet(far, peer, index, first)
 
-    def _pass_on(self, far: zmq.Socket[bytes], index: int) -> None:
+    def _is_hello(self, data: bytes) -> bool:
+        try:
+            return isinstance(self._decoder.decode(data), protocol.Hello)
+        except (msgspec.MsgspecError, ValueError):
+            return False
+
+    def _greet(self, far: zmq.Socket[bytes], peer: bytes, index: int, first: bytes) -> None:
+        """Take the node that comes first. One that comes while another is held may be the same, in its next life: then the first
+        connection is dead, whether or not we have heard of its end, and this engine's life is over."""
+        if self._peer is not None:
+            logger.warning("Engine %d has a node, and another one offers to run it. Is the first one gone?", index)
+            self._check_from_now()
+            return
+        try:
+            far.send_multipart([peer, first])
+        except zmq.ZMQError:  # gone already; it comes again
+            return
+        self._peer = peer
+        logger.info("The node of engine %d is there.", index)
+
+    def _take_near(self, far: zmq.Socket[bytes], index: int) -> bool:
+        """Pass on all that front ends have sent. False where they end the engine before it has a node."""
         with contextlib.suppress(zmq.Again):
             while True:
-                self._send_far(far, self._in.recv(zmq.NOBLOCK), index)
+                data = self._in.recv(zmq.NOBLOCK)
+                if self._peer is not None:
+                    self._send_far(far, data, index)
+                elif isinstance(protocol.decoder_for_engine().decode(data), protocol.Shutdown):
+                    return False  # others come once the engine is ready
+        return True
 
     def _send_far(self, far: zmq.Socket[bytes], data: bytes, index: int) -> None:
         try:

@@ -23,6 +23,7 @@ ERROR_TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
+    409: "ConflictError",
     413: "RequestTooLargeError",
     431: "RequestTooLargeError",
     422: "UnprocessableEntityError",

@@ -8,7 +8,6 @@ NO_SOUND = "no model here reads sound"
 NO_TRAINING = (
     "weights do not change while the server runs; start another server, or load an adapter with /v1/load_lora_adapter"
 )
-NO_SCALING = "the number of engines is --data-parallel-size, from the start to the end"
 NO_MEDIA = "this server takes text and token ids, and keeps nothing of other inputs"
 PAUSE = "a server that is to take no requests is sent SIGTERM; one whose memory is wanted sleeps (/sleep)"
 
@@ -24,8 +23,6 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1/systemone": "use /v1/chat/completions",
     "/generative_scoring": "send the text with each label to /v1/completions, with echo, logprobs and max_tokens 0",
     "/kv_event_sources": "blocks of the KV cache send no events; --data-parallel-routing prefix sends what begins alike to one engine",
-    "/scale_elastic_ep": NO_SCALING,
-    "/is_scaling_elastic_ep": NO_SCALING,
     "/fault_tolerance/apply": "an engine that dies or hangs is started again by itself",
     "/fault_tolerance/status": "see /health, and engine_up and engine_restarts of /metrics",
     "/pause": PAUSE,

@@ -60,6 +60,11 @@ def pelton_http_routes() -> Sequence[Entry]:
         ),
         Entry(name="profile", load="pelton_plugins.server.routes.profile:routes", doc="/start_profile, /stop_profile"),
         Entry(name="sleep", load="pelton_plugins.server.routes.sleep:routes", doc="/sleep, /wake_up, /is_sleeping"),
+        Entry(
+            name="elastic",
+            load="pelton_plugins.server.routes.elastic:routes",
+            doc="/scale_elastic_ep, /is_scaling_elastic_ep",
+        ),
         Entry(name="tokens", load="pelton_plugins.server.routes.tokens:routes", doc="/tokenize, /detokenize"),
         Entry(
             name="operations",

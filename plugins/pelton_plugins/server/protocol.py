@@ -337,6 +337,21 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     """Read a folder again whose name is served already; requests that run go on with the old content."""
 
 
+class ScaleRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    new_data_parallel_size: int
+    """Engines, 1 or more."""
+    drain_timeout: float = 120.0
+    """Seconds that requests of engines that leave have to finish."""
+
+
+class ScaleAnswer(msgspec.Struct, kw_only=True):
+    message: str
+
+
+class ScalingAnswer(msgspec.Struct, kw_only=True):
+    is_scaling_elastic_ep: bool
+
+
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora_name: str
     lora_int_id: int | None = None

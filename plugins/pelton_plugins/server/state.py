@@ -57,6 +57,11 @@ class ServerState:
     ask_kept: Callable[[int, str, str], Awaitable[bytes]] | None = None
     """Asks process `index` to do something with a response that it keeps, where several serve; empty where it is gone."""
 
+    ask_scale: Callable[[int, float], Awaitable[None]] | None = None
+    """Asks the process that owns the engines for so many of them, where several serve; see `AsyncLLM.scale_elastic_ep`."""
+    is_scaling: bool = False
+    """The number of engines is being changed."""
+
     def __post_init__(self) -> None:
         self.body_budget = BodyBudget(self.config.max_body_bytes_at_once)
 

@@ -3,70 +3,29 @@ the other's requests with it."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from pelton_e2e import eventually, serving
-from prometheus_client.parser import text_string_to_metric_families
+from pelton_e2e import eventually
+from pelton_engines import API, ENGINE, LONG, Serving, Stream, asked, starter
 
-from pelton.testing import fake_engine
-
-ENGINE = "pelton.engine.process"
 RUNNING = "pelton_num_requests_running"
-API = "pelton_plugins.server.processes.api_process"
-LONG = 150  # tokens, of 20 ms each: all streams of a test run at once before the first one ends
-
-
-class Serving:
-    def __init__(self, url: str, process: psutil.Process) -> None:
-        self.url, self.process = url, process
-
-    def children(self, program: str) -> list[psutil.Process]:
-        return sorted((p for p in self.process.children() if program in p.cmdline()), key=lambda p: p.pid)
-
-    def by_engine(self, name: str) -> dict[str, float]:
-        """A metric's samples, summed by engine."""
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=20).text):
-            for sample in family.samples:
-                if sample.name == name:
-                    engine = sample.labels["engine"]
-                    found[engine] = found.get(engine, 0.0) + sample.value
-        return found
-
-    def healthy(self) -> bool:
-        return all(httpx.get(self.url + "/health", timeout=20).status_code == 200 for _ in range(6))
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    model = fake_engine.make_model_folder(tmp_path_factory.mktemp("model"))
-    site = fake_engine.install(tmp_path_factory.mktemp("site"))
-    log = tmp_path_factory.mktemp("log") / "log"
-    flags = [
-        "--load-format", "dummy", "--distributed-executor-backend", "fake_engine", "-dp", "2",
-        "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "257", "--log-stats-interval-s", "0.5",
-    ]  # fmt: skip
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "log"
 
-    @contextlib.contextmanager
-    def start(*more: str, script: dict[str, object] | None = None) -> Iterator[Serving]:
-        plugin_config = {"fake_engine": {"step_s": 0.02, **(script or {})}}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
-            given = [*flags, "--plugin-config", json.dumps(plugin_config), *more]
-            with serving(str(model), *given, log=log) as (url, process):
-                yield Serving(url, psutil.Process(process.pid))
 
-    start.log = log
-    return start
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Callable[..., AbstractContextManager[Serving]]:
+    return starter(tmp_path_factory, log, "-dp", "2")
 
 
 @pytest.fixture(scope="module", params=["1", None], ids=["one-api-process", "two-api-processes"])
@@ -76,30 +35,6 @@ def server(started, request) -> Iterator[Serving]:
         assert len(running.children(API)) == (2 if request.param is None else 0)
         assert eventually(lambda: running.by_engine("pelton_engine_up") == {"0": 1, "1": 1}, 20)
         yield running
-
-
-def asked(num_tokens: int) -> dict[str, object]:
-    return {"prompt": "abc", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-
-
-class Stream(threading.Thread):
-    def __init__(self, running: Serving, num_tokens: int = LONG) -> None:
-        super().__init__(daemon=True)
-        self.running, self.text, self.body = running, "", asked(num_tokens)
-        self.begun = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        url = self.running.url + "/v1/completions"
-        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=self.body, timeout=60) as reply:
-            for part in reply.iter_text():
-                self.text += part
-                self.begun.set()
-        self.begun.set()
-
-    @property
-    def is_whole(self) -> bool:
-        return '"finish_reason":"length"' in self.text and self.text.endswith("data: [DONE]\n\n")
 
 
 def streams(running: Serving) -> list[Stream]:
@@ -119,7 +54,7 @@ def ended(found: list[Stream]) -> None:
     assert not any(stream.is_alive() for stream in found)
 
 
-def test_requests_are_spread_and_counted_by_engine(server, started):
+def test_requests_are_spread_and_counted_by_engine(server, log):
     tokens, ends = "pelton_generation_tokens_total", "pelton_request_success_total"
     before = [server.by_engine(name) for name in (tokens, ends)]
     found = streams(server)
@@ -134,8 +69,8 @@ def test_requests_are_spread_and_counted_by_engine(server, started):
     ]
     assert gain == [{engine: LONG * count for engine, count in held.items()}, held]
     assert eventually(lambda: server.by_engine(RUNNING) == {"0": 0, "1": 0})
-    log = started.log.read_text()
-    assert all(f"Engine 00{engine}: running: {count:.0f}" in log for engine, count in held.items())
+    text = log.read_text()
+    assert all(f"Engine 00{engine}: running: {count:.0f}" in text for engine, count in held.items())
 
 
 def test_a_client_that_hangs_up_frees_its_engine(server):

@@ -57,8 +57,10 @@ class ExpertBalancer:
             self._marks = self._counters()
 
     def told(self) -> dict[str, Any]:
-        """How many experts came to another rank so far, and how even the load was at the last looks, as `expert_balance` is."""
-        return {"moves": self._num_moved, "balance": list(self._told_balance)}
+        """How many experts came to another rank so far, how even the load was at the last looks, as `expert_balance` is, and which expert
+        each place of a layer has."""
+        placement = {name: list(layer.placement) for name, layer in self._layers().items()}
+        return {"moves": self._num_moved, "balance": list(self._told_balance), "placement": placement}
 
     def _layers(self) -> dict[str, Any]:
         """Those of the worker's model as it is: one that slept may have built another, and nobody else may hold on to the first."""

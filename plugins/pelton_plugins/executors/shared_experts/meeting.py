@@ -11,6 +11,8 @@ from pathlib import Path
 from pelton.errors import EngineError
 
 _LOOK_S = 0.01
+GIVEN_UP = ".given-up"
+"""Behind the folder's name: a file that the engines' client makes where one of them did not start."""
 
 
 def meet(folder: Path, rank: int, size: int, timeout_s: float) -> str:
@@ -36,6 +38,8 @@ def meet(folder: Path, rank: int, size: int, timeout_s: float) -> str:
                 _put(folder / f"together-{rank}", together)
             if all(_read(folder / f"together-{other}") == together for other in range(size)):
                 return str(folder / together)
+        if Path(f"{folder}{GIVEN_UP}").exists():
+            raise EngineError("Another engine of those that share experts did not start. Its log says why.")
         if time.monotonic() > deadline:
             missing = [
                 other for other in range(size) if _read(folder / f"together-{other}") != together or not together

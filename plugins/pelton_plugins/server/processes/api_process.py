@@ -12,14 +12,14 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from pelton.config.parallel import ParallelConfig
 from pelton.engine.protocol import error_info
-from pelton.errors import PeltonError, PluginError, RequestError
+from pelton.errors import ErrorInfo, PeltonError, PluginError, RequestError, error_from_info
 from pelton.logging import get_logger, setup
 from pelton.metrics.snapshot import Metric
 from pelton.metrics.stats import IterationStats, SchedulerStats
@@ -31,6 +31,10 @@ from pelton_plugins.server.processes.joined_client import JoinedClient
 from pelton_plugins.server.processes.load_counts import LoadCounts
 from pelton_plugins.server.responses import act_here
 from pelton_plugins.server.serve import Server, lower_priority
+
+if TYPE_CHECKING:
+    from pelton.messages.report import EngineInfo
+    from pelton.sdk.async_llm import AsyncLLM
 
 logger = get_logger(__name__)
 
@@ -56,6 +60,9 @@ class GatheredStats:
         return True
 
     def engine_started(self, info: Any) -> None:
+        """The owner knows."""
+
+    def started(self, info: Any, engine_index: int) -> None:
         """The owner knows."""
 
     def record(self, scheduler_stats: SchedulerStats | None, stats: IterationStats) -> None:
@@ -108,9 +115,14 @@ class ApiServer(Server):
         self._asked_kept: dict[int, asyncio.Future[control.Kept]] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._num_asked = 0
+        self._asked_scale: dict[int, asyncio.Future[ErrorInfo | None]] = {}
+        self._llm: AsyncLLM | None = None
+        self._num_engines: int | None = None
+        self._changing = asyncio.Lock()
         self.state.index = configure.index
         self.state.ask_metrics = self._ask_metrics
         self.state.ask_kept = self._ask_kept
+        self.state.ask_scale = self._ask_scale
         self._tasks = [self._loop.create_task(self._read()), self._loop.create_task(self._tell())]
 
     def _listen(self) -> socket.socket:
@@ -133,6 +145,8 @@ class ApiServer(Server):
         llm.input_processor.draw_apart(number)
         await llm.start()
         llm.adapters.number_from(FIRST_ADAPTER_ID * number)
+        self._llm = llm
+        await self._change_engines(0.0)  # there may be others by now
         if llm.info.report.platform == "cpu":
             lower_priority()
         assert self.state.parsers is not None
@@ -152,7 +166,7 @@ class ApiServer(Server):
             if self._clients:
                 break
         live = next(iter(self._clients))
-        for engine in parallel.served_indexes if parallel.data_parallel_size > 1 else ():
+        for engine in parallel.served_indexes if parallel.has_several_engines else ():
             if engine not in self._clients:
                 self._clients[engine] = JoinedClient(None, self._loop, self._clients[live].info)
         return self._ups[live].client_index
@@ -186,6 +200,14 @@ class ApiServer(Server):
             if message.engine in self._clients:
                 self._clients[message.engine].engine_down(message.reason)
             self._note_down(message.engine)
+        elif isinstance(message, control.Scaling):
+            self.state.is_scaling = message.is_under_way
+        elif isinstance(message, control.Engines):
+            self._start_task(self._take_engines(message))
+        elif isinstance(message, control.Scaled):
+            scaling = self._asked_scale.pop(message.number, None)
+            if scaling is not None and not scaling.done():
+                scaling.set_result(message.error)
         elif isinstance(message, control.AskFigures):
             self._send_figures(message.number)
         elif isinstance(message, control.MetricsText):
@@ -193,13 +215,56 @@ class ApiServer(Server):
             if asked is not None and not asked.done():
                 asked.set_result(message.text)
         elif isinstance(message, control.AskKept):
-            task = self._loop.create_task(self._answer_kept(message))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            self._start_task(self._answer_kept(message))
         elif isinstance(message, control.Kept):
             waiting = self._asked_kept.pop(message.number, None)
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _take_engines(self, message: control.Engines) -> None:
+        self._num_engines = message.num_engines
+        if self._llm is not None:  # else it is done behind the start
+            await self._change_engines(message.drain_timeout_s)
+        self._link.send(control.EnginesTaken(message.number))
+
+    async def _change_engines(self, drain_timeout_s: float) -> None:
+        """Have as many engines as the owner says."""
+        async with self._changing:
+            llm, num_engines = self._llm, self._num_engines
+            if llm is None or num_engines is None:
+                return
+            for engine in range(num_engines):
+                if engine not in self._clients:
+                    self._clients[engine] = self._joined(engine, llm.info)
+            try:
+                await llm.call("take_engines", num_engines, drain_timeout_s)
+            except PeltonError as error:  # we are about to end
+                logger.error("Engines were not changed: %s", error)
+                return
+            for engine in [engine for engine in self._clients if engine >= num_engines]:
+                self._ups.pop(engine, None)
+                self._clients.pop(engine).shutdown()
+
+    def _joined(self, engine: int, info: EngineInfo) -> JoinedClient:
+        try:
+            return JoinedClient(self._ups.get(engine), self._loop, info)
+        except zmq.ZMQError:  # it died before we heard; the owner tells of the next
+            return JoinedClient(None, self._loop, info)
+
+    async def _ask_scale(self, num_engines: int, drain_timeout_s: float) -> None:
+        """See `ServerState.ask_scale`."""
+        self._num_asked += 1
+        number = self._num_asked
+        waiting = self._asked_scale[number] = self._loop.create_future()
+        self._link.send(control.AskScale(number, num_engines, drain_timeout_s))
+        error = await waiting
+        if error is not None:
+            raise error_from_info(error)
 
     async def _tell(self) -> None:
         while True:

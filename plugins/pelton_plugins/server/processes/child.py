@@ -102,13 +102,16 @@ class Child:
             self.num_in_progress, self.samples = message.http.num_in_progress, message.process
             self.num_sleeping = message.http.num_sleeping
         self._owner.take(self, message)
-        if isinstance(message, control.Figures) and (asked := self._asked.pop(message.number, None)) is not None:
-            asked.set_result(None)
+        if isinstance(message, (control.Figures, control.EnginesTaken)):
+            asked = self._asked.pop(message.number, None)
+            if asked is not None:
+                asked.set_result(None)
 
-    async def ask_figures(self, number: int) -> None:
-        """Ask the process for its figures, and wait until it has sent them."""
+    async def ask(self, question: control.AskFigures | control.Engines) -> None:
+        """Ask the process, and wait until it has answered or is gone."""
+        number = question.number
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.send(control.AskFigures(number))
+        self.send(question)
         try:
             await asked
         finally:

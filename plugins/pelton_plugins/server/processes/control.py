@@ -1,7 +1,7 @@
 """Messages between the process that owns the engine and the API processes: msgpack over a pair of stream sockets.
 
 The owner sends `Configure` first, `Resolved` once the model is found, then `EngineUp` and `EngineDown` of each engine as it goes, and
-where there are several, `Loads`. An API
+where there are several, `Loads`; `Engines` where another number of them is wanted. An API
 process answers `Ready` or `Failed`, and tells its figures several times a second, which is also its sign of life.
 """
 
@@ -66,6 +66,40 @@ class Loads(_Message):
     """Engine to (waiting, running)."""
 
 
+class AskScale(_Message):
+    """A client wants another number of engines."""
+
+    number: int
+    """Of the question of this process."""
+    num_engines: int
+    drain_timeout_s: float
+
+
+class Scaled(_Message):
+    """The answer to `AskScale`."""
+
+    number: int
+    error: ErrorInfo | None = None
+
+
+class Scaling(_Message):
+    """The number of engines begins to change, or has changed."""
+
+    is_under_way: bool
+
+
+class Engines(_Message):
+    """There are engines 0 to `num_engines` - 1 from now on. Answer with `EnginesTaken` once requests of others have ended."""
+
+    number: int
+    num_engines: int
+    drain_timeout_s: float
+
+
+class EnginesTaken(_Message):
+    number: int
+
+
 class AskFigures(_Message):
     """Answer with `Figures` at once."""
 
@@ -124,8 +158,11 @@ class AskMetrics(_Message):
     number: int
 
 
-ToApi = Configure | Resolved | EngineUp | EngineDown | Loads | AskFigures | MetricsText | AskKept | Kept
-ToOwner = Ready | Failed | Figures | AskMetrics | AskKept | Kept
+ToApi = (
+    Configure | Resolved | EngineUp | EngineDown | Loads | AskFigures | MetricsText | AskKept | Kept | Scaled | Scaling
+    | Engines
+)  # fmt: skip
+ToOwner = Ready | Failed | Figures | AskMetrics | AskKept | Kept | AskScale | EnginesTaken
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -18,9 +18,12 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
+
 from pelton.config import EngineConfig
 from pelton.engine.process_client import ProcessClient
-from pelton.errors import ConfigError, EngineDeadError, EngineError, PeltonError, error_from_info
+from pelton.engine.protocol import error_info
+from pelton.errors import ConfigError, EngineDeadError, EngineError, PeltonError, RequestError, error_from_info
 from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutputs
 from pelton.metrics.snapshot import Counter, Gauge
@@ -85,7 +88,7 @@ class Owner:
         self.num_restarts = 0
         self._llm: Any = None
         self._clients: dict[int, OwnedClient] = {}
-        self._is_resolved = self._is_announced = False
+        self._is_resolved = self._is_announced = self._is_scaling = False
         self._ups: dict[int, control.EngineUp] = {}
         self.loads: dict[int, tuple[int, int]] = {}
         self._client_indexes = itertools.count(1)
@@ -111,7 +114,7 @@ class Owner:
         for child in self.children:
             self._start_task(child.keep())
         self._start_task(self._watch())
-        if self.engine_config.parallel.data_parallel_size > 1:
+        if self.engine_config.parallel.has_several_engines:
             self._start_task(self._tell_loads())
         self._loading = asyncio.create_task(self._load())
         self._loading.add_done_callback(self._on_loaded)
@@ -214,6 +217,7 @@ class Owner:
         told: dict[int, tuple[int, int]] = {}
         while True:
             await asyncio.sleep(LOADS_INTERVAL_S)
+            told = {engine: load for engine, load in told.items() if engine in self.loads}
             changed = {engine: load for engine, load in self.loads.items() if told.get(engine) != load}
             told.update(changed)
             for child in self.children if changed else ():
@@ -241,6 +245,7 @@ class Owner:
         child.send(config)
         if self._is_resolved:
             child.send(control.Resolved())
+        child.send(control.Scaling(self._is_scaling))
         for engine in self._ups:
             self._tell_up(child, engine)
         if self.loads:
@@ -250,9 +255,12 @@ class Owner:
         if isinstance(message, control.Figures):
             self.http.add(message.http)
             for engine, iteration in message.iterations.items() if self._llm is not None else ():
-                self._llm.stat_loggers.of(engine).record(None, iteration)
+                if engine in self._clients:  # it may have left meanwhile
+                    self._llm.stat_loggers.of(engine).record(None, iteration)
         elif isinstance(message, control.AskMetrics):
             self._start_task(self._answer_metrics(child, message.number))
+        elif isinstance(message, control.AskScale):
+            self._start_task(self._answer_scale(child, message))
         elif isinstance(message, control.AskKept):
             self._hand_on(message)
         elif isinstance(message, control.Kept):
@@ -277,9 +285,69 @@ class Owner:
                     self._clients[engine].forget_client(client_index)
         child.client_indexes = {}
 
+    # Another number of engines
+
+    async def _answer_scale(self, asker: Child, asked: control.AskScale) -> None:
+        error = None
+        try:
+            await self._scale(asked.num_engines, asked.drain_timeout_s)
+        except PeltonError as found:
+            error = error_info(found)
+        asker.send(control.Scaled(asked.number, error))
+
+    async def _scale(self, num_engines: int, drain_timeout_s: float) -> None:
+        """API processes let engines go first, and hear of new ones last."""
+        if self._llm is None or self._is_scaling:
+            refusal = RequestError("The number of engines is being changed already.", param="new_data_parallel_size")
+            refusal.status = 409
+            raise refusal
+        self._tell_scaling(True)
+        try:
+            await self._llm.call("check_scaling", num_engines, drain_timeout_s)
+            if num_engines == await self._llm.call("num_engines"):
+                return
+            kept = 0 if self.engine_config.parallel.enable_expert_parallel else num_engines
+            self._forget_engines(kept)
+            await self._tell_engines(min(kept, len(self._clients)), drain_timeout_s)
+            try:
+                await self._llm.scale_elastic_ep(num_engines, 0.0)
+            finally:
+                present = await self._llm.call("num_engines")
+                for engine in [engine for engine in self._clients if engine >= present]:
+                    del self._clients[engine]
+                self._forget_engines(present)
+                parallel = msgspec.structs.replace(self.engine_config.parallel, data_parallel_size=max(present, 1))
+                self.engine_config = msgspec.structs.replace(self.engine_config, parallel=parallel)
+                for engine, client in self._clients.items():
+                    if engine not in self._ups and client.error is None:
+                        self.engine_up(client)
+                await self._tell_engines(present, 0.0)
+        finally:
+            self._tell_scaling(False)
+
+    def _forget_engines(self, num_engines: int) -> None:
+        """Those from this number on leave: a new process does not hear of them."""
+        for engine in [engine for engine in self._ups if engine >= num_engines]:
+            del self._ups[engine]
+            self.loads.pop(engine, None)
+
+    def _tell_scaling(self, is_under_way: bool) -> None:
+        self._is_scaling = is_under_way
+        for child in self.children:
+            child.send(control.Scaling(is_under_way))
+
+    async def _tell_engines(self, num_engines: int, drain_timeout_s: float) -> None:
+        """Wait until all API processes have let the others go; one that is late, or gone, is not waited for."""
+        told = control.Engines(next(self._numbers), num_engines, drain_timeout_s)
+        waiting = [asyncio.ensure_future(child.ask(told)) for child in self.children if child.is_linked]
+        if waiting:
+            _, late = await asyncio.wait(waiting, timeout=drain_timeout_s + SILENCE_S)
+            for one in late:
+                one.cancel()
+
     async def _answer_metrics(self, asker: Child, number: int) -> None:
-        question = next(self._numbers)
-        waiting = [asyncio.ensure_future(child.ask_figures(question)) for child in self.children if child.is_linked]
+        question = control.AskFigures(next(self._numbers))
+        waiting = [asyncio.ensure_future(child.ask(question)) for child in self.children if child.is_linked]
         if waiting:
             _, late = await asyncio.wait(waiting, timeout=ASK_TIMEOUT_S)
             for one in late:

@@ -1,0 +1,96 @@
+"""`pelton serve` over engine processes whose steps take 20 ms and no model, and clients of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from pelton_e2e import serving
+from prometheus_client.parser import text_string_to_metric_families
+
+from pelton.testing import fake_engine
+
+ENGINE = "pelton.engine.process"
+API = "pelton_plugins.server.processes.api_process"
+LONG = 250  # tokens, of 20 ms each: all streams of a test run at once before the first one ends
+
+
+class Serving:
+    def __init__(self, url: str, process: psutil.Process) -> None:
+        self.url, self.process = url, process
+
+    def children(self, program: str) -> list[psutil.Process]:
+        return sorted((p for p in self.process.children() if program in _command(p)), key=lambda p: p.pid)
+
+    def by_engine(self, name: str) -> dict[str, float]:
+        """A metric's samples, summed by engine."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=20).text):
+            for sample in family.samples:
+                if sample.name == name:
+                    engine = sample.labels["engine"]
+                    found[engine] = found.get(engine, 0.0) + sample.value
+        return found
+
+    def healthy(self) -> bool:
+        return all(httpx.get(self.url + "/health", timeout=20).status_code == 200 for _ in range(6))
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has just ended
+        return []
+
+
+def asked(num_tokens: int) -> dict[str, object]:
+    return {"prompt": "abc", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+
+
+class Stream(threading.Thread):
+    def __init__(self, running: Serving, num_tokens: int = LONG) -> None:
+        super().__init__(daemon=True)
+        self.running, self.text, self.body = running, "", asked(num_tokens)
+        self.begun = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        url = self.running.url + "/v1/completions"
+        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=self.body, timeout=60) as reply:
+            for part in reply.iter_text():
+                self.text += part
+                self.begun.set()
+        self.begun.set()
+
+    @property
+    def is_whole(self) -> bool:
+        return '"finish_reason":"length"' in self.text and self.text.endswith("data: [DONE]\n\n")
+
+
+def starter(folders: pytest.TempPathFactory, log: Path, *flags: str) -> Callable[..., AbstractContextManager[Serving]]:
+    """What starts a server, with more flags and a script of what goes wrong in its engines."""
+    model = fake_engine.make_model_folder(folders.mktemp("model"))
+    site = fake_engine.install(folders.mktemp("site"))
+    given = [
+        "--load-format", "dummy", "--distributed-executor-backend", "fake_engine",
+        "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "257", "--log-stats-interval-s", "0.5", *flags,
+    ]  # fmt: skip
+
+    @contextlib.contextmanager
+    def start(*more: str, script: dict[str, object] | None = None) -> Iterator[Serving]:
+        plugin_config = {"fake_engine": {"step_s": 0.02, **(script or {})}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+            every = [*given, "--plugin-config", json.dumps(plugin_config), *more]
+            with serving(str(model), *every, log=log) as (url, process):
+                yield Serving(url, psutil.Process(process.pid))
+
+    return start
