@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import uvicorn
 
 from pelton.config import EngineConfig
 from pelton.entries import Entry
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, RequestError
 from pelton.messages.report import DeviceReport, EngineInfo
+from pelton.messages.request import TensorData
 from pelton.metrics.snapshot import Gauge, Metric
+from pelton.model.pooling import PoolingSpec
 from pelton.model.resolved import ResolvedModel
-from pelton.outputs import CompletionOutput, Logprob, RequestOutput
+from pelton.outputs import CompletionOutput, Logprob, PoolingOutput, PoolingRequestOutput, RequestOutput
 from pelton.sampling_params import RequestOutputKind, SamplingParams
 from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
@@ -177,6 +181,25 @@ class FakeAsyncLLM:
 
     def get_metrics(self) -> list[Metric]:
         return [Gauge(name="pelton_num_requests_running", value=len(self.running), documentation="Running.")]
+
+
+class FakePoolingLLM(FakeAsyncLLM):
+    """Makes vectors of two numbers, of token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spec = PoolingSpec(tasks=["embed", "classify", "token_embed"], pooling_type="last", labels=["a", "b"])
+        self.model = msgspec.structs.replace(self.model, pooling=spec)
+
+    async def encode_all(self, prompts: Any, params: Any, request_id: str, **rest: Any) -> list[PoolingRequestOutput]:
+        self.requests.append((prompts, params, rest))
+        found = []
+        for prompt in prompts:
+            ids = prompt["prompt_token_ids"]
+            numbers = struct.pack("<2f", 1.0 + sum(ids), float(len(ids)))
+            output = PoolingOutput(TensorData(numbers, "float32", (2,)))
+            found.append(PoolingRequestOutput(request_id, output, ids, True))
+        return found
 
 
 class RoutesOnly:

@@ -48,9 +48,9 @@ def page(description: bytes) -> bytes:
 
 def _bodies(what: str, holder: Mapping[str, Any] | None, schemas: Mapping[str, Any]) -> Iterator[str]:
     for kind, content in (holder or {}).get("content", {}).items():
-        schema = content["schema"]
+        schema = content.get("schema", {"type": "events"})
         name = schema.get("$ref", "").rpartition("/")[2]
-        yield f"<p>{what}: <code>{escape(kind)}</code> {escape(name)}</p>"
+        yield f"<p>{what}: <code>{escape(kind)}</code> {escape(name or _type(schema))}</p>"
         found = schemas.get(name, schema)
         fields = found.get("properties", {})
         if fields:

@@ -13,10 +13,28 @@ from pelton_plugins.server.chat import create_chat_completion
 from pelton_plugins.server.completions import create_completion
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.pooling import create_classification, create_embedding, create_rerank, create_score
-from pelton_plugins.server.pooling_protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
-from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest
+from pelton_plugins.server.pooling_protocol import (
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from pelton_plugins.server.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+)
 from pelton_plugins.server.state import ServerState
 
+INVOKED = (ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ClassifyRequest, ScoreRequest, RerankRequest)
+ANSWERED = (
+    ChatCompletionResponse, CompletionResponse, EmbeddingResponse, ClassifyResponse, ScoreResponse, RerankResponse,
+)  # fmt: skip
 Route = tuple[type[msgspec.Struct], Callable[..., Awaitable[None]]]
 CHAT: Route = (ChatCompletionRequest, create_chat_completion)
 COMPLETION: Route = (CompletionRequest, create_completion)

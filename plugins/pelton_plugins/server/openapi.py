@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,17 +18,34 @@ _TYPED = re.compile(r"\{(\w+):\w+\}")
 REF = "#/components/schemas/{name}"
 
 
+Body = type[msgspec.Struct] | Sequence[type[msgspec.Struct]] | None
+"""One struct, or any of some."""
+
+
 def api(
-    request: type[msgspec.Struct] | None,
-    response: type[msgspec.Struct] | None,
+    request: Body,
+    response: Body,
     error: type[msgspec.Struct] = ErrorResponse,
     *,
     answers_list: bool = False,
+    streams: bool = True,
+    text: str | None = None,
+    query: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Make a route handler's description of itself, its `opt`. answers_list: of `response`s."""
+    """Make a route handler's description of itself, its `opt`.
+
+    answers_list: of `response`s. streams: the answer is a stream where the request's `stream` asks for it. text: the media type of
+    an answer that is not JSON. query: JSON schemas of the parameters behind the question mark, which may all be left out.
+    """
     return {
         "pelton_request": request, "pelton_response": response, "pelton_error": error, "pelton_answers_list": answers_list,
+        "pelton_streams": streams, "pelton_text": text, "pelton_query": query or {},
     }  # fmt: skip
+
+
+def _structs(body: Any) -> Sequence[type[msgspec.Struct]]:
+    found: Sequence[type[msgspec.Struct]] = (body,) if inspect.isclass(body) else body or ()
+    return found
 
 
 def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bool = True) -> bytes:
@@ -40,9 +57,8 @@ def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bo
     ]
     structs: set[type[msgspec.Struct]] = {ErrorResponse}
     for handler in routes:
-        structs |= {
-            value for value in handler.opt.values() if inspect.isclass(value) and issubclass(value, msgspec.Struct)
-        }
+        for name in ("pelton_request", "pelton_response", "pelton_error"):
+            structs |= set(_structs(handler.opt.get(name)))
     ordered = sorted(structs, key=lambda struct: struct.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=REF)
     schema_of = dict(zip(ordered, schemas, strict=True))
@@ -80,30 +96,38 @@ def _require(schema: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def _operation(handler: HTTPRouteHandler, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    request, response = handler.opt.get("pelton_request"), handler.opt.get("pelton_response")
-    answer = schema_of[response] if response else {}
-    if handler.opt.get("pelton_answers_list"):
-        answer = {"type": "array", "items": answer}
+    def schema(structs: Sequence[Any]) -> dict[str, Any]:
+        return schema_of[structs[0]] if len(structs) == 1 else {"anyOf": [schema_of[struct] for struct in structs]}
+
+    requests, responses = (_structs(handler.opt.get(f"pelton_{name}")) for name in ("request", "response"))
+    content: dict[str, dict[str, Any]] = {}
+    if responses:
+        answer = schema(responses)
+        if handler.opt.get("pelton_answers_list"):
+            answer = {"type": "array", "items": answer}
+        content["application/json"] = {"schema": answer}
+    if handler.opt.get("pelton_text"):
+        kind = handler.opt["pelton_text"]
+        content[kind] = {"schema": {"type": "object" if kind == "application/json" else "string"}}
+    if handler.opt.get("pelton_streams") and any("stream" in request.__struct_fields__ for request in requests):
+        content["text/event-stream"] = {}  # OpenAPI 3.1 has no word for events
+    error = {"application/json": {"schema": schema_of[handler.opt.get("pelton_error", ErrorResponse)]}}
     found: dict[str, Any] = {
         "summary": (inspect.getdoc(handler.fn) or "").split("\n")[0],
         "security": [{"key": []}],
         "responses": {
-            "200": {"description": "OK"} | (_content(answer) if answer else {}),
-            "default": {"description": "Error"} | _content(schema_of[handler.opt.get("pelton_error", ErrorResponse)]),
+            "200": {"description": "OK"} | ({"content": content} if content else {}),
+            "default": {"description": "Error", "content": error},
         },
     }
     names = [name for path in handler.paths for name in _TYPED.findall(path)]
-    if names:
-        found["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in dict.fromkeys(names)
-        ]
-    if request is not None:
-        found["requestBody"] = {"required": True} | _content(schema_of[request])
-        if "stream" in request.__struct_fields__:
-            found["responses"]["200"].setdefault("content", {})["text/event-stream"] = {"schema": {"type": "string"}}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in dict.fromkeys(names)
+    ]
+    for name, kind in (handler.opt.get("pelton_query") or {}).items():
+        parameters.append({"name": name, "in": "query", "required": False, "schema": kind})
+    if parameters:
+        found["parameters"] = parameters
+    if requests:
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema(requests)}}}
     return found
-
-
-def _content(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"content": {"application/json": {"schema": schema}}}

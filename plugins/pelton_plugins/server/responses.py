@@ -23,7 +23,7 @@ from pelton_plugins.server.logprobs import TokenWriter, chat_logprobs
 from pelton_plugins.server.protocol import ChatCompletionRequest
 from pelton_plugins.server.responses_events import ResponseBuilder
 from pelton_plugins.server.responses_input import as_chat, input_items
-from pelton_plugins.server.responses_protocol import ResponsesRequest
+from pelton_plugins.server.responses_protocol import DeletedResponse, ResponsesRequest
 from pelton_plugins.server.state import ServerState
 
 
@@ -211,7 +211,7 @@ async def act_here(state: ServerState, action: str, response_id: str, param: str
     found: Any
     if action == "delete":
         store.delete(response_id)
-        found = {"id": response_id, "object": "response", "deleted": True}
+        found = DeletedResponse(id=response_id)
     elif action == "items":
         found = [*stored.items, *stored.builder.output]
     else:

@@ -114,3 +114,9 @@ class ResponsesAnswer(msgspec.Struct, kw_only=True):
     error: dict[str, Any] | None = None
     incomplete_details: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True

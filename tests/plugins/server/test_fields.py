@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
 import time
 from typing import Any
 
 import msgspec
 import pytest
-from pelton_fake_server import CharTokenizer, FakeAsyncLLM
+from pelton_fake_server import CharTokenizer, FakeAsyncLLM, FakePoolingLLM
 
-from pelton.messages.request import TensorData
-from pelton.model.pooling import PoolingSpec
-from pelton.outputs import PoolingOutput, PoolingRequestOutput, RequestMetrics
+from pelton.outputs import RequestMetrics
 from pelton_plugins.server.anthropic_protocol import CountTokensRequest, MessagesRequest
 from pelton_plugins.server.chat_batch import BatchChatRequest
 from pelton_plugins.server.cohere_protocol import CohereChatRequest, CohereEmbedRequest
@@ -63,26 +60,6 @@ class Telling(FakeAsyncLLM):
             if output.finished:
                 output.metrics = RequestMetrics(arrival_time=time.time())
             yield output
-
-
-class Pooling(FakeAsyncLLM):
-    """Makes vectors of token ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        spec = PoolingSpec(tasks=["embed", "classify", "token_embed"], pooling_type="last", labels=["a", "b"])
-        self.model = msgspec.structs.replace(self.model, pooling=spec)
-        self.tokenizer = Marking()
-
-    async def encode_all(self, prompts: Any, params: Any, request_id: str, **rest: Any) -> Any:
-        self.requests.append((prompts, params, rest))
-        found = []
-        for prompt in prompts:
-            ids = prompt["prompt_token_ids"]
-            numbers = struct.pack("<2f", 1.0 + sum(ids), float(len(ids)))
-            output = PoolingOutput(TensorData(numbers, "float32", (2,)))
-            found.append(PoolingRequestOutput(request_id, output, ids, True))
-        return found
 
 
 Example = tuple[Any, dict[str, Any]]
@@ -245,7 +222,8 @@ def server(run_server):
 @pytest.fixture(scope="module")
 def pooled(run_server):
     running = run_server()
-    running.state.llm = running.llm = Pooling()
+    running.state.llm = running.llm = FakePoolingLLM()
+    running.llm.tokenizer = Marking()
     return running
 
 

@@ -19,46 +19,56 @@ from pelton_plugins.server.state import ServerState
 
 MAX_SILENCE_S = 10.0  # of the engine's process, which says every second that it lives; a long step is another matter
 
+PLAIN = api(None, None, text="text/plain")
+
+
+class Load(msgspec.Struct):
+    server_load: int
+
+
+class Version(msgspec.Struct):
+    version: str
+
 
 def routes(state: ServerState) -> list[Any]:
     process_metrics = ProcessMetrics()
 
-    @get("/health", opt=api(None, None))
+    @get("/health", opt=PLAIN)
     async def health() -> Response[bytes]:
         """200 when requests are taken; 503 with the reason when not."""
         return await _health(state)
 
-    @get(["/ready", "/readyz"], opt=api(None, None))
+    @get(["/ready", "/readyz"], opt=PLAIN)
     async def ready() -> Response[bytes]:
         """As /health: 503 while the model loads, while the engine comes back, and while the server shuts down."""
         return await _health(state)
 
-    @get("/live", opt=api(None, None))
+    @get("/live", opt=PLAIN)
     async def live() -> Response[bytes]:
         """200 as long as this process answers, whatever becomes of the engine."""
         return Response(b"", status_code=200, media_type="text/plain")
 
-    @route("/ping", http_method=[HttpMethod.GET, HttpMethod.POST], status_code=200, opt=api(None, None))
+    @route("/ping", http_method=[HttpMethod.GET, HttpMethod.POST], status_code=200, opt=PLAIN)
     async def ping() -> Response[bytes]:
         """As /health."""
         return await _health(state)
 
-    @get("/load", opt=api(None, None))
+    @get("/load", opt=api(None, Load))
     async def load() -> Response[bytes]:
         """Generating requests that are open now."""
-        return _json({"server_load": state.num_open})
+        return _json(Load(server_load=state.num_open))
 
-    @get("/version", opt=api(None, None))
+    @get("/version", opt=api(None, Version))
     async def version() -> Response[bytes]:
         """Pelton's version."""
-        return _json({"version": pelton.__version__})
+        return _json(Version(version=pelton.__version__))
 
     @get("/server_info", opt=api(None, ServerInfo))
     async def server_info() -> Response[bytes]:
         """Settings of the server and of its engine, and what the engine found when it started; no keys."""
         return _json(server_info_of(state))
 
-    @get("/metrics", opt=api(None, None))
+    @get("/metrics", opt=PLAIN)
     async def metrics() -> Response[bytes]:
         """Prometheus text exposition."""
         if state.ask_metrics is not None:
@@ -69,13 +79,13 @@ def routes(state: ServerState) -> list[Any]:
             text = render_text([*found, *counted]) + process_metrics.text()
         return Response(text.encode(), media_type="text/plain; version=0.0.4")
 
-    @get("/openapi.json", opt=api(None, None))
+    @get("/openapi.json", opt=api(None, None, text="application/json"))
     async def openapi() -> Response[bytes]:
         """This API, as OpenAPI 3.1."""
         assert state.openapi is not None
         return Response(state.openapi, media_type="application/json")
 
-    @get("/docs", opt=api(None, None))
+    @get("/docs", opt=api(None, None, text="text/html"))
     async def docs() -> Response[bytes]:
         """This API, as a page to read."""
         assert state.openapi is not None

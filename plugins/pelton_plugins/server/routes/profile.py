@@ -31,7 +31,7 @@ def routes(state: ServerState) -> list[Any]:
         with contextlib.suppress(PeltonError):  # it was ended meanwhile
             await state.engine().call("worker.stop_profile", timeout_s=WRITE_TIMEOUT_S)
 
-    @post("/start_profile", status_code=200, opt=api(None, None))
+    @post("/start_profile", status_code=200, opt=api(None, None, text="text/plain"))
     async def start_profile() -> Response[bytes]:
         """Record what engine and device do, for 60 s at most."""
         engine, folder = _engine(state)

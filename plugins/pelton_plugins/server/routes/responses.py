@@ -11,7 +11,7 @@ from litestar.types import ASGIApp
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.openapi import api
 from pelton_plugins.server.responses import act, create_response
-from pelton_plugins.server.responses_protocol import ResponsesAnswer, ResponsesRequest
+from pelton_plugins.server.responses_protocol import DeletedResponse, ResponsesAnswer, ResponsesRequest
 from pelton_plugins.server.state import ServerState
 
 
@@ -26,7 +26,7 @@ def routes(state: ServerState) -> list[Any]:
         """Return a response that was kept."""
         return _json(await act(state, "get", response_id))
 
-    @delete("/v1/responses/{response_id:str}", status_code=200, opt=api(None, None))
+    @delete("/v1/responses/{response_id:str}", status_code=200, opt=api(None, DeletedResponse))
     async def delete_response(response_id: FromPath[str]) -> Response[bytes]:
         """Forget a response."""
         return _json(await act(state, "delete", response_id))

@@ -12,13 +12,16 @@ from pelton_plugins.server.errors import NotAllowedError
 from pelton_plugins.server.openapi import api
 from pelton_plugins.server.state import ServerState
 
+LEVELS = {"type": "integer", "enum": [1, 2]}
+TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}
+
 
 class SleepAnswer(msgspec.Struct):
     is_sleeping: bool
 
 
 def routes(state: ServerState) -> list[Any]:
-    @post("/sleep", status_code=200, opt=api(None, None))
+    @post("/sleep", status_code=200, opt=api(None, None, text="text/plain", query={"level": LEVELS}))
     async def sleep(request: Request[Any, Any, Any]) -> Response[bytes]:
         """Drop the KV cache while no request runs; level=1, the default, moves the weights to the host, level=2 drops them."""
         engine, level = _engine(state), request.query_params.get("level", "1")
@@ -28,7 +31,7 @@ def routes(state: ServerState) -> list[Any]:
             await engine.sleep(int(level))
         return _empty()
 
-    @post("/wake_up", status_code=200, opt=api(None, None))
+    @post("/wake_up", status_code=200, opt=api(None, None, text="text/plain", query={"tags": TAGS}))
     async def wake_up(request: Request[Any, Any, Any]) -> Response[bytes]:
         """Bring back what each tags=... names, weights or kv_cache; both when there are none."""
         engine = _engine(state)

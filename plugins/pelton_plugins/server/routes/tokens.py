@@ -17,6 +17,15 @@ from pelton_plugins.server.protocol import DetokenizeRequest, DetokenizeResponse
 from pelton_plugins.server.state import ServerState
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """Beside it stand the special tokens, by the names that tokenizer_config.json gives them."""
+
+    tokenizer_class: str
+    model_max_length: int
+    vocab_size: int
+    chat_template: str | None = None
+
+
 def routes(state: ServerState) -> list[Any]:
     @post("/tokenize", status_code=200, opt=api(TokenizeRequest, TokenizeResponse))
     async def tokenize_route() -> ASGIApp:
@@ -28,7 +37,7 @@ def routes(state: ServerState) -> list[Any]:
         """Text of token ids."""
         return Exchange(state, DetokenizeRequest, _detokenize, generates=False)
 
-    @get("/tokenizer_info", opt=api(None, None))
+    @get("/tokenizer_info", opt=api(None, TokenizerInfo))
     async def tokenizer_info() -> Response[bytes]:
         """Return special tokens, the chat template and the longest context."""
         return Response(msgspec.json.encode(_tokenizer_info(state)), media_type="application/json")
@@ -43,13 +52,13 @@ def _tokenizer_info(state: ServerState) -> dict[str, Any]:
     if tokenizer is None:
         raise NotSupportedError("The server runs without a tokenizer.")
     template = getattr(tokenizer, "chat_template", None)
-    return {
-        "tokenizer_class": type(tokenizer).__name__,
-        "model_max_length": max_model_len(llm),
-        "vocab_size": llm.model.vocab_size,
-        **getattr(tokenizer, "special_tokens", {}),
-        "chat_template": getattr(template, "source", None),
-    }
+    found = TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        model_max_length=max_model_len(llm),
+        vocab_size=llm.model.vocab_size,
+        chat_template=getattr(template, "source", None),
+    )
+    return getattr(tokenizer, "special_tokens", {}) | msgspec.to_builtins(found)
 
 
 async def _tokenize(exchange: Exchange, request: TokenizeRequest) -> None:
