@@ -205,6 +205,7 @@ def metrics_page() -> str:
         if family.deprecated_in:
             note += f" Deprecated in {'.'.join(map(str, family.deprecated_in))}."
         rows.append((f"`pelton_{family.name}`", family.kind, ", ".join(labels), family.help + note))
+    rows += _further_families()
     http = HttpMetrics()
     http.observe("/v1/models", "GET", 200, 0.1)
     http.count_tool_answer("hermes", 1)
@@ -226,10 +227,69 @@ def metrics_page() -> str:
         "## Of the HTTP server",
         "Those of HTTP itself have no prefix, whatever `--metrics-prefix` says.",
         table(("family", "kind", "labels", "what"), http_rows),
+        "`process_*` and `python_*` families are those of the Prometheus client ("
+        + ", ".join(_process_families())
+        + "); with several "
+        "API processes each value has the label `process`. Families of plugins stand beside all of these: `pelton_kv_transfer_tokens` of "
+        "the connector over files, `pelton_expert_moves` and `pelton_expert_balance` with `--enable-eplb`.",
         "## Families of vLLM's that are not here",
         table(("family", "why"), [(f"`{name}`", why) for name, why in NOT_EXPORTED.items()]),
     ]
     return "\n\n".join(parts)
+
+
+def _further_families() -> list[tuple[str, str, str, str]]:
+    """Those that stand outside the table of families, since their labels are facts, or since they are not always there."""
+    from pelton.config import EngineConfig
+    from pelton.messages.report import DeviceReport, EngineInfo
+    from pelton.metrics.plugin_metrics import PluginTotals
+    from pelton_plugins.data_parallel.client import state_sample
+    from pelton_plugins.server.processes.owner import process_counts
+    from pelton_plugins.stat_loggers.families import FAMILIES
+    from pelton_plugins.stat_loggers.prometheus import PrometheusLogger
+
+    logger = PrometheusLogger(EngineConfig.from_flat(model="m", enable_lora=True))
+    logger.engine_started(
+        EngineInfo(
+            report=DeviceReport(),
+            num_blocks=2,
+            block_size=16,
+            kv_cache_bytes=1,
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+            max_model_len=64,
+        )
+    )
+    of_engines = PluginTotals("pelton_", {"model_name": "m", "engine": "0"})
+    of_engines.add([state_sample(is_up=True)])
+    told = {
+        metric.name: metric for metric in [*logger.snapshot(), *of_engines.snapshot(), *process_counts("pelton_", 2, 0)]
+    }
+    known = {"pelton_" + family.name for family in FAMILIES}
+    notes = {"pelton_cache_config_info": "model_name, engine, and a label for each setting"}
+    several = "`--api-server-count` above 1"
+    when = {
+        "pelton_lora_requests_info": "`--enable-lora`",
+        "pelton_engine_up": "`--data-parallel-size` above 1",
+        "pelton_api_processes": several,
+        "pelton_api_process_restarts": several,
+    }
+    return [
+        (
+            f"`{name}`",
+            type(metric).__name__.lower(),
+            notes.get(name, ", ".join(metric.labels)),
+            metric.documentation + (f" Only with {when[name]}." if name in when else ""),
+        )
+        for name, metric in told.items()
+        if name not in known
+    ]
+
+
+def _process_families() -> list[str]:
+    from pelton_plugins.server.process_metrics import ProcessMetrics
+
+    return [f"`{family.name}`" for family in ProcessMetrics().collect()]
 
 
 PLAIN = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="bfloat16")

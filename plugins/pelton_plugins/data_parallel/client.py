@@ -44,6 +44,10 @@ SILENT_S = 3.0
 logger = get_logger(__name__)
 
 
+def state_sample(*, is_up: bool) -> PluginSample:
+    return PluginSample("engine_up", GAUGE, "1 while the engine takes requests.", {}, float(is_up))
+
+
 class _Engine:
     """One of the engines."""
 
@@ -305,8 +309,7 @@ class SeveralEngines(EngineClient):
 
     def _tell_state(self, engine: _Engine, ended: Sequence[EngineOutput] = ()) -> None:
         """Empty figures, and whether the engine is up."""
-        up = PluginSample("engine_up", GAUGE, "1 while the engine takes requests.", {}, float(engine.is_up))
-        stats = SchedulerStats(plugin_metrics=[up])
+        stats = SchedulerStats(plugin_metrics=[state_sample(is_up=engine.is_up)])
         self._put(EngineOutputs(list(ended), stats=stats, engine_index=engine.index))
 
     # -- engines that come and leave --

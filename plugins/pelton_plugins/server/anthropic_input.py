@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from pelton.errors import RequestError
-from pelton_plugins.server.anthropic_protocol import AnthropicMessage, CountTokensRequest, MessagesRequest
-from pelton_plugins.server.protocol import ChatCompletionRequest, Message
+from pelton_plugins.server.anthropic_protocol import AnthropicMessage, CountTokensRequest, MessagesRequest, OutputConfig
+from pelton_plugins.server.protocol import ChatCompletionRequest, JsonSchemaFormat, Message, ResponseFormat
 from pelton_plugins.server.rules import check_offered
 from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool, ToolChoice
 
@@ -23,7 +23,7 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
         messages.append(Message(role="system", content=_text(request.system, "system")))
     for index, message in enumerate(request.messages):
         messages += _messages(message, f"messages[{index}].content")
-    choice = request.tool_choice
+    choice, wanted = request.tool_choice, request.output_config or OutputConfig()
     chat = ChatCompletionRequest(
         messages=messages,
         model=request.model,
@@ -32,6 +32,10 @@ def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         chat_template_kwargs=request.chat_template_kwargs,
         include_reasoning=False if request.thinking is not None and request.thinking.type == "disabled" else None,
+        reasoning_effort=wanted.effort,
+        response_format=None
+        if wanted.format is None
+        else ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=wanted.format.schema)),
         continue_final_message=(messages[-1].role == "assistant" and not messages[-1].tool_calls) or None,
     )
     if not isinstance(request, MessagesRequest):

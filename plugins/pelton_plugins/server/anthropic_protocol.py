@@ -33,6 +33,17 @@ class Thinking(msgspec.Struct, kw_only=True):
     display: str | None = None
 
 
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """For the chat template, as its variable `reasoning_effort`."""
+    format: OutputFormat | None = None
+
+
 class CountTokensRequest(msgspec.Struct, kw_only=True):
     messages: Annotated[list[AnthropicMessage], NOT_EMPTY]
     model: str | None = None
@@ -41,7 +52,13 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     """Whether the model thinks is its own affair, and its template's; "disabled" leaves the reasoning out of the answer."""
+    output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Of no effect on the answer.
+    cache_control: Any = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -51,10 +68,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    output_config: Any = None
+    # Known, and refused unless they ask for nothing: see `rules`.
     container: Any = None
     mcp_servers: Any = None
     context_management: Any = None
+    diagnostics: Any = None
     # Of no effect on the answer.
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None

@@ -133,6 +133,8 @@ class RerankRequest(PooledRequest, kw_only=True):
     """Yes when left out, but for /v2/rerank."""
     max_tokens_per_doc: int | None = None
     """Cohere's name: tokens of query and document together, of a model that reads both at once."""
+    relevant_spans: bool | None = None
+    """Refused: see `rules`."""
 
 
 class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):

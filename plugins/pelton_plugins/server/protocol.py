@@ -99,6 +99,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     session_id: str | None = None
     # Known, and refused unless they ask for nothing: see `rules`.
     thinking_token_budget: int | None = None
@@ -173,6 +174,7 @@ class ChatCompletionRequest(GenerateRequest, kw_only=True):
     audio: Any = None
     prediction: Any = None
     functions: Any = None
+    moderation: Any = None
     function_call: Any = None
     web_search_options: Any = None
     verbosity: str | None = None

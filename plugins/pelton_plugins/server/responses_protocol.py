@@ -72,6 +72,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Answer at once, and work on; needs `store`."""
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    image: Any = None
+    moderation: Any = None
     prompt: Any = None
     conversation: Any = None
     context_management: Any = None
@@ -82,6 +84,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    access_programs: Any = None
+    background_options: dict[str, Any] | None = None
     # As in chat completions.
     top_k: int | None = None
     min_p: float | None = None

@@ -15,7 +15,7 @@ import msgspec
 from pelton.errors import RequestError
 from pelton_plugins.server.anthropic_protocol import CountTokensRequest, MessagesRequest
 from pelton_plugins.server.cohere_protocol import CohereChatRequest, CohereEmbedRequest
-from pelton_plugins.server.pooling_protocol import EmbeddingRequest, PooledRequest, PoolingRequest
+from pelton_plugins.server.pooling_protocol import EmbeddingRequest, PooledRequest, PoolingRequest, RerankRequest
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from pelton_plugins.server.responses_protocol import ResponsesRequest
 from pelton_plugins.server.token_protocol import DerenderChatRequest, DerenderCompletionRequest, TokensRequest
@@ -24,6 +24,7 @@ Rules = Mapping[str, tuple[Sequence[Any], str]]
 """field: (values that ask for nothing, beside null; what to do). A dot leads into a struct."""
 
 TEXT_ONLY = "this server takes text and token ids"
+NO_MODERATION = "use /classify with a model that was trained for it"
 ALL_AT_ONCE = "tokens are made text when all are there"
 
 NOT_OFFERED: Mapping[type[msgspec.Struct], Rules] = {
@@ -48,6 +49,7 @@ NOT_OFFERED: Mapping[type[msgspec.Struct], Rules] = {
         "audio": ((), "answers are text"),
         "prediction": ((), "use --speculative-config on the server"),
         "functions": (([],), "use tools"),
+        "moderation": ((), NO_MODERATION),
         "function_call": (("none",), "use tool_choice"),
         "web_search_options": ((), "the server searches nothing; offer a tool"),
         "verbosity": (("medium",), "ask for it in the messages"),
@@ -58,6 +60,8 @@ NOT_OFFERED: Mapping[type[msgspec.Struct], Rules] = {
         "prompt": ((), "this server keeps no prompts"),
         "conversation": ((), "this server keeps no conversations; use previous_response_id"),
         "context_management": (([],), "send what the model is to read"),
+        "image": (({},), TEXT_ONLY),
+        "moderation": ((), NO_MODERATION),
         "max_tool_calls": ((), "tools are called by the client"),
         "truncation": (("disabled",), "send what fits; too long an input is refused"),
         "text.verbosity": (("medium",), "ask for it in the messages"),
@@ -65,10 +69,10 @@ NOT_OFFERED: Mapping[type[msgspec.Struct], Rules] = {
         "reasoning.generate_summary": (("auto",), "the reasoning itself is returned"),
     },
     MessagesRequest: {
-        "output_config": (({},), "the model's own template decides"),
         "container": ((), "this server runs no code"),
         "mcp_servers": (([],), "tools are called by the client"),
         "context_management": (({}, []), "send what the model is to read"),
+        "diagnostics": (({},), "usage says how many tokens were cached"),
     },
     CohereChatRequest: {
         "documents": (([],), "put them into the messages"),
@@ -84,6 +88,7 @@ NOT_OFFERED: Mapping[type[msgspec.Struct], Rules] = {
     TokensRequest: {"features": ((), TEXT_ONLY)},
     DerenderChatRequest: {"stream": ((False,), ALL_AT_ONCE)},
     DerenderCompletionRequest: {"stream": ((False,), ALL_AT_ONCE)},
+    RerankRequest: {"relevant_spans": ((False,), "documents are scored as a whole")},
     PooledRequest: {"mm_processor_kwargs": (({},), TEXT_ONLY)},
     EmbeddingRequest: {
         "embed_dtype": (("float32",), "numbers are float32; convert them"),
@@ -96,12 +101,19 @@ NOT_OFFERED: Mapping[type[msgspec.Struct], Rules] = {
 }  # fmt: skip
 
 ABOUT_THE_REQUEST = (
-    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id",
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "session_id",
 )  # fmt: skip
 OF_NO_EFFECT: Mapping[type[msgspec.Struct], Sequence[str]] = {
     GenerateRequest: ABOUT_THE_REQUEST,
-    ResponsesRequest: (*(name for name in ABOUT_THE_REQUEST if name not in ("store", "session_id")), "stream_options"),
-    CountTokensRequest: ("thinking",),  # of the count; an answer leaves its reasoning out where it is disabled
+    ResponsesRequest: (
+        *(name for name in ABOUT_THE_REQUEST if name not in ("store", "session_id")),
+        "stream_options",
+        "access_programs",
+        "background_options",
+    ),
+    # `thinking` has none on the count; an answer leaves its reasoning out where it is disabled.
+    CountTokensRequest: ("thinking", "cache_control", "speed", "user_profile_id", "workspace_id"),
     MessagesRequest: ("metadata", "service_tier", "inference_geo"),
     CohereChatRequest: ("strict_tools",),  # arguments of a call that is forced keep to its schema anyway
     CohereEmbedRequest: ("input_type",),  # a prompt of that kind is the model's own matter

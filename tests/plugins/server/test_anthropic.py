@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydantic
 import pytest
 from pelton_late_import import LateImport
 
@@ -82,6 +83,22 @@ def test_a_forced_tool_is_a_constraint(server, client):
     finally:
         server.llm.constrains = False
     assert found.content[0].input == {"city": "Paris"} and found.stop_reason == "tool_use"
+
+
+def test_a_parsed_answer_is_a_constraint(server, client):
+    """`messages.parse`, and the effort that the template may read."""
+    city = pydantic.create_model("City", name=str)
+    server.llm.constrains, server.llm.answer = True, '<think>Hm.</think>{"name": "Paris"}'
+    try:
+        found = client.messages.parse(**HI, output_format=city, output_config={"effort": "low"})
+    finally:
+        server.llm.constrains = False
+    assert found.parsed_output == city(name="Paris")
+    asked = server.llm.requests[-1][1].structured_outputs
+    assert asked.json["required"] == ["name"] and asked.reasoning_end == "</think>"
+    assert server.llm.rendered["chat_template_kwargs"]["reasoning_effort"] == "low"
+    with pytest.raises(anthropic.BadRequestError, match="task_budget"):
+        client.messages.create(**HI, output_config={"task_budget": 3})
 
 
 def test_limits_and_stops_have_their_reasons(server, client):

@@ -35,7 +35,7 @@ from pelton_plugins.server.protocol import (
 from pelton_plugins.server.request_log import NAMES, log_request
 from pelton_plugins.server.responses_protocol import ResponsesRequest
 from pelton_plugins.server.rules import OF_NO_EFFECT, rules_of
-from pelton_plugins.server.token_protocol import TokensRequest
+from pelton_plugins.server.token_protocol import DerenderChatRequest, DerenderCompletionRequest, TokensRequest
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 ANSWER = f"<think>Hm.</think>I look.{CALL}{CALL}"
@@ -43,6 +43,13 @@ HI = [{"role": "user", "content": "hi"}]
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 SCHEMA = {"type": "object"}
+IN_JSON = {"format": {"type": "json_schema", "schema": SCHEMA}}
+
+
+def made(text: str) -> dict[str, Any]:
+    """What the engine made, as /inference/v1/generate answers."""
+    ids = CharTokenizer().encode(text)
+    return {"request_id": "r", "choices": [{"index": 0, "token_ids": ids, "finish_reason": "stop"}]}
 
 
 class Marking(CharTokenizer):
@@ -125,7 +132,7 @@ EXAMPLES: dict[type[msgspec.Struct], tuple[str, dict[str, Any], dict[str, Any]]]
             "tools": [{"name": "f", "input_schema": SCHEMA}],
             "tool_choice": needs({"type": "any"}, tools=[{"name": "f", "input_schema": SCHEMA}]),
             "thinking": {"type": "disabled"}, "chat_template_kwargs": {"a": 1}, "max_tokens": 2, "stream": True,
-            "stop_sequences": ["l"], "temperature": 0.5, "top_k": 3, "top_p": 0.5,
+            "stop_sequences": ["l"], "temperature": 0.5, "top_k": 3, "top_p": 0.5, "output_config": IN_JSON,
         },
     ),
     CountTokensRequest: (
@@ -133,7 +140,7 @@ EXAMPLES: dict[type[msgspec.Struct], tuple[str, dict[str, Any], dict[str, Any]]]
         {
             "messages": [{"role": "user", "content": "hold"}], "model": "none", "system": "Be brief.",
             "tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "any"},
-            "chat_template_kwargs": {"a": 1},
+            "chat_template_kwargs": {"a": 1}, "output_config": {"effort": "low"},
         },
     ),
     CohereChatRequest: (
@@ -161,6 +168,13 @@ EXAMPLES: dict[type[msgspec.Struct], tuple[str, dict[str, Any], dict[str, Any]]]
             "continue_final_message": needs(True, messages=[*HI, {"role": "assistant", "content": "So"}]),
             "chat_template": "x", "chat_template_kwargs": {"a": 1}, "tools": TOOLS,
         },
+    ),
+    DerenderChatRequest: (
+        "/v1/chat/completions/derender", {"generate_response": made(ANSWER), "chat_request": {"messages": HI}},
+        {"generate_response": made("b"), "model": "none", "prompt_tokens": 3, "chat_request": {"messages": HI, "include_reasoning": False}},
+    ),
+    DerenderCompletionRequest: (
+        "/v1/completions/derender", {"generate_response": made("a")}, {"generate_response": made("b"), "model": "none", "prompt_tokens": 3},
     ),
     DetokenizeRequest: ("/detokenize", {"tokens": [1]}, {"tokens": [2], "model": "none"}),
 }  # fmt: skip
@@ -330,6 +344,36 @@ def test_the_table_names_fields_that_there_are():
         assert set(names) <= set(kind.__struct_fields__), kind
         assert not set(names) & refused(kind)
     assert refused(GenerateRequest) <= refused(ChatCompletionRequest) <= refused(BatchChatRequest)
+
+
+OF_CLIENTS: dict[type[msgspec.Struct], str] = {
+    CompletionRequest: """model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream
+        stream_options suffix temperature top_p user""",
+    ChatCompletionRequest: """messages model audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens
+        max_tokens metadata modalities moderation n parallel_tool_calls prediction presence_penalty prompt_cache_key
+        prompt_cache_options prompt_cache_retention reasoning_effort response_format safety_identifier seed service_tier stop store
+        stream stream_options temperature tool_choice tools top_logprobs top_p user verbosity web_search_options""",
+    EmbeddingRequest: "input model dimensions encoding_format user",
+    ResponsesRequest: """access_programs background background_options context_management conversation image include input
+        instructions max_output_tokens max_tool_calls metadata model moderation parallel_tool_calls previous_response_id prompt
+        prompt_cache_key prompt_cache_options prompt_cache_retention reasoning safety_identifier service_tier store stream
+        stream_options temperature text tool_choice tools top_logprobs top_p truncation user""",
+    MessagesRequest: """max_tokens messages model cache_control container diagnostics inference_geo metadata output_config service_tier
+        speed stop_sequences stream system thinking tool_choice tools user_profile_id workspace_id""",
+    CountTokensRequest: """messages model cache_control output_config speed system thinking tool_choice tools user_profile_id
+        workspace_id""",
+    CohereChatRequest: """model messages tools strict_tools documents citation_options response_format safety_mode max_tokens
+        stop_sequences temperature seed frequency_penalty presence_penalty k p logprobs tool_choice thinking priority""",
+    CohereEmbedRequest: "model input_type texts images inputs max_tokens output_dimension embedding_types truncate priority",
+    RerankRequest: "model query documents top_n max_tokens_per_doc relevant_spans priority",
+}
+"""What the methods of openai 3.57, anthropic 2.14 and cohere 7.3 take."""
+
+
+@pytest.mark.parametrize("kind", OF_CLIENTS)
+def test_no_field_of_the_clients_is_unknown(kind):
+    """One that is would be ignored: names that nobody knows are."""
+    assert set(OF_CLIENTS[kind].split()) <= set(kind.__struct_fields__)
 
 
 @pytest.mark.parametrize("kind", [*EXAMPLES, *OF_POOLING])

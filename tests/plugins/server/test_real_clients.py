@@ -155,6 +155,15 @@ def test_messages(url):
     with client.messages.stream(**options) as stream:
         found = stream.get_final_message()
     assert found.content[0].text == whole.content[0].text and found.stop_reason == whole.stop_reason
+    answer = pydantic.create_model("Answer", kind=Literal["a", "b"])
+    parsed = client.messages.parse(
+        model="tiny",
+        max_tokens=60,
+        messages=MESSAGES,
+        output_format=answer,
+        extra_body=CLOSED,
+    )
+    assert parsed.parsed_output.kind in ("a", "b")
     assert (
         found.usage.input_tokens + (found.usage.cache_read_input_tokens or 0)
         == client.messages.count_tokens(model="tiny", messages=MESSAGES).input_tokens

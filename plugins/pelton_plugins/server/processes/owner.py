@@ -26,7 +26,7 @@ from pelton.engine.protocol import error_info
 from pelton.errors import ConfigError, EngineDeadError, EngineError, PeltonError, RequestError, error_from_info
 from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutputs
-from pelton.metrics.snapshot import Counter, Gauge
+from pelton.metrics.snapshot import Counter, Gauge, Metric
 from pelton.plugins import Plugins
 from pelton_plugins.server.ahead import EngineAhead
 from pelton_plugins.server.config import ServerConfig
@@ -45,6 +45,18 @@ SILENCE_S = 20.0  # an API process that tells nothing for so long is replaced
 WATCH_S = 1.0
 LOADS_INTERVAL_S = 0.05  # between two reports of what engines have to do
 EXIT_GRACE_S = 7.0  # beyond the time that running requests get
+
+
+def process_counts(prefix: str, num_ready: int, num_restarts: int) -> list[Metric]:
+    """Families of a server with several API processes."""
+    return [
+        Gauge(name=prefix + "api_processes", documentation="API processes that serve.", value=num_ready),
+        Counter(
+            name=prefix + "api_process_restarts",
+            documentation="API processes that ended and were replaced.",
+            value=num_restarts,
+        ),
+    ]
 
 
 class OwnedClient(ProcessClient):
@@ -361,14 +373,7 @@ class Owner:
         found = self._llm.get_metrics() if self._llm is not None else []
         prefix = self.engine_config.observability.metrics_prefix
         num_ready = sum(child.is_linked and child.ready.is_set() for child in self.children)
-        more = [
-            Gauge(name=prefix + "api_processes", documentation="API processes that serve.", value=num_ready),
-            Counter(
-                name=prefix + "api_process_restarts",
-                documentation="API processes that ended and were replaced.",
-                value=self.num_restarts,
-            ),
-        ]
+        more = process_counts(prefix, num_ready, self.num_restarts)
         samples = {f"api-{child.index}": child.samples for child in self.children if child.is_linked}
         return render_text([*found, *self.http.snapshot(prefix), *more]) + self._process.text_of_all(
             samples, "engine-owner"
