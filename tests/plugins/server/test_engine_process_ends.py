@@ -89,6 +89,25 @@ def test_a_killed_engine_is_told_within_a_second_and_comes_back(serving_slowly):
         assert process.wait(15) == 0
 
 
+def test_a_step_that_hangs_ends_its_requests_and_the_engine_comes_back(serving_slowly):
+    """Meanwhile others are told to come again."""
+    hanging = ("--max-step-s", "2", "--plugin-config.fake_engine.hang_at_step", "40")
+    with serving_slowly(*hanging) as (url, _):
+        with httpx.stream("POST", url + "/v1/completions", json={**LONG, "stream": True}, timeout=60) as reply:
+            assert reply.status_code == 200
+            text = "".join(reply.iter_text())
+        assert "made no progress" in text and "max_step_s is 2" in text and text.endswith("data: [DONE]\n\n")
+        health = httpx.get(url + "/health")
+        assert health.status_code == 503 and health.json()["error"]["message"]
+        refused = httpx.post(url + "/v1/completions", json={"prompt": "a", "max_tokens": 4})
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert eventually(lambda: httpx.get(url + "/health").status_code == 200, 30)
+        reply = httpx.post(url + "/v1/completions", json={"prompt": "a", "max_tokens": 4}, timeout=30)
+        assert reply.status_code == 200
+        assert gauge(url, "engine_restarts_total") == 1
+        assert gauge(url, "num_requests_running") == gauge(url, "kv_cache_usage_perc") == 0
+
+
 def test_sigterm_lets_requests_finish_and_leaves_no_process(serving_slowly):
     with serving_slowly() as (url, process):
         replies: list[httpx.Response] = []
