@@ -119,20 +119,29 @@ def constraint(
 
 
 def _with_own_definitions(schema: Mapping[str, Any], prefix: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose definitions lie in `definitions`, under names of its own: references begin at the root."""
+    """Return a schema whose definitions lie in `definitions`, under names of its own: references begin at the root.
+
+    One that refers to itself, or to a part of itself that is no definition, lies there as a whole.
+    """
+    itself, refers_to_itself = prefix.rstrip("_"), False
     moved = {}
     for home in ("$defs", "definitions"):
         for name in schema.get(home) or ():
             moved[f"#/{home}/{name}"] = f"#/$defs/{prefix}{name}"
 
     def walk(value: Any) -> Any:
+        nonlocal refers_to_itself
         if isinstance(value, dict):
             found = {key: walk(one) for key, one in value.items()}
             reference = value.get("$ref")
-            if isinstance(reference, str):
+            if isinstance(reference, str) and reference.startswith("#"):
                 for old, new in moved.items():
                     if reference == old or reference.startswith(old + "/"):
                         found["$ref"] = new + reference[len(old) :]
+                        break
+                else:
+                    found["$ref"] = f"#/$defs/{itself}{reference[1:]}"
+                    refers_to_itself = True
             return found
         return [walk(one) for one in value] if isinstance(value, list) else value
 
@@ -144,4 +153,7 @@ def _with_own_definitions(schema: Mapping[str, Any], prefix: str, definitions: d
         own = walked.pop(home, None)
         for name, definition in (own or {}).items():
             definitions[prefix + name] = definition
+    if refers_to_itself:
+        definitions[itself] = walked
+        return {"$ref": f"#/$defs/{itself}"}
     return walked

@@ -11,13 +11,17 @@ import msgspec
 import pytest
 from pelton_late_import import LateImport
 from pelton_pages import settings
+from tokenizers import Tokenizer
 
 from pelton.errors import ConfigError
 from pelton.parsing.interface import Arguments, Content, ParserContext, ToolCall
+from pelton.structured.interface import StructuredOutputContext
+from pelton.testing.models import EOS_ID, VOCAB_SIZE, make_tiny_tokenizer
 from pelton.testing.output_parser import merged
 from pelton_plugins.server.http_metrics import HttpMetrics
 from pelton_plugins.server.parsing import AnswerReader
 from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool, constraint
+from pelton_plugins.structured_output.auto import AutoBackend
 
 openai = LateImport("openai")
 CHAT = "/v1/chat/completions"
@@ -237,6 +241,40 @@ def test_definitions_of_several_tools_do_not_meet():
     assert schema["$defs"]["tool1_X"]["not"] == {"$ref": "#/$defs/tool1_X"}
     named = constraint([tool("a", "string")], NamedTool(function=FunctionName(name="a")), is_parallel=True)
     assert named.json["$defs"]["X"]["type"] == "string"
+
+
+TREE = {
+    "type": "object",
+    "properties": {"value": {"type": "integer"}, "left": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["value"],
+    "additionalProperties": False,
+}
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}, "b": {"$ref": "#/properties/a"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "schema, right, wrong",
+    [(TREE, '{"value":1,"left":{"value":2}}', '{"value":1,"left":['), (PAIR, '{"a":"x","b":"y"}', '{"a":"x","b":"z')],
+    ids=["itself", "a-part-of-itself"],
+)
+def test_parameters_that_refer_to_themselves_are_what_they_are_in_the_list_of_calls(tmp_path, schema, right, wrong):
+    path = make_tiny_tokenizer(tmp_path)
+    context = StructuredOutputContext(tokenizer_path=str(path), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_ID])
+    tools = [Tool(function=FunctionDefinition(name=name, parameters=schema)) for name in ("f", "g")]
+    grammar = AutoBackend(context).compile(constraint(tools, "required", is_parallel=True))
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+
+    def taken(text: str) -> bool:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return grammar.validate(ids) == len(ids)
+
+    assert taken(f'[{{"name":"f","parameters":{right}}},{{"name":"g","parameters":{right}}}]')
+    assert not taken(f'[{{"name":"f","parameters":{wrong}')
 
 
 class SpecialTokens:
