@@ -185,6 +185,28 @@ def test_rendering_leaves_the_messages_as_they_were():
     assert messages == PREFILL
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "'<sep>' + call['function']['name'] + '\\n```json\\n' + call['function']['arguments'] + '\\n```'",
+        "call['function']['arguments'] + '<end>'",
+        "call.function.arguments",
+        "call.function.name ~ call.function.arguments ~ '.'",
+        "call.function.arguments | string",
+    ],
+)
+def test_templates_that_put_arguments_into_a_text_find_what_the_model_wrote(call):
+    """As DeepSeek's do; the text is what transformers makes of it."""
+    source = (
+        f"{{% for m in messages %}}{{% for call in m.tool_calls or [] %}}{{{{ {call} }}}}{{% endfor %}}{{% endfor %}}"
+    )
+    function = {"name": "f", "arguments": '{"city":  "Zürich", "n": 1.50}'}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
+    (expected,), _ = render_jinja_template([messages], chat_template=source)
+    assert "1.50" in expected
+    assert ChatTemplate(source).render(messages, add_generation_prompt=False) == expected
+
+
 def test_tool_arguments_given_as_json_text_become_mappings():
     function = {"name": "weather", "arguments": '{"city": "Zürich", "n": 1.5}'}
     as_text = [CALLS[0], {**CALLS[1], "tool_calls": [{"type": "function", "function": function}]}, CALLS[2]]

@@ -178,11 +178,29 @@ def _part_text(part: Any, index: int) -> str:
     )
 
 
+class CallArguments(dict[str, Any]):
+    """Arguments of a call: a mapping, and the text that they came as where a template adds them to a text or writes them out."""
+
+    def __init__(self, text: str, found: Mapping[str, Any]) -> None:
+        super().__init__(found)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: Any) -> str:
+        return self._text + str(other)
+
+    def __radd__(self, other: Any) -> str:
+        return str(other) + self._text
+
+
 def _arguments(text: str, index: int) -> Any:
     if not text.strip():
-        return {}
+        return CallArguments("{}", {})
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        return CallArguments(text, found) if isinstance(found, dict) else found
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"messages[{index}] has a tool call whose arguments are not valid JSON: {error}.", param="messages"
