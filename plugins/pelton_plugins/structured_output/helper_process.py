@@ -19,6 +19,7 @@ _LENGTH = struct.Struct("<Q")
 _MEMORY_BYTES = 4 * 2**30
 """Of the process; the vocabulary and the interpreter take about 300 MB of address space."""
 _START_S = 60.0
+_TOO_MUCH_MEMORY = "it takes more memory than it may"
 
 
 class NoAnswerError(Exception):
@@ -43,7 +44,7 @@ class HelperProcess:
             answer = self._receive(process.stdout, timeout_s)
         except (BrokenPipeError, EOFError):
             self.close()
-            raise NoAnswerError("it takes more memory than it may") from None
+            raise NoAnswerError(_TOO_MUCH_MEMORY) from None
         except TimeoutError:
             self.close()
             raise NoAnswerError(f"it takes more than {timeout_s:g} s") from None
@@ -96,6 +97,8 @@ def serve(set_up: Callable[[bytes], Callable[[str], bytes]]) -> None:
             return
         try:
             made = b"+" + answer(text)
+        except MemoryError:
+            made = b"-" + _TOO_MUCH_MEMORY.encode()
         except Exception as error:
             made = b"-" + str(error).encode()
         _send(sys.stdout.buffer, made)
