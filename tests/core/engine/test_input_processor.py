@@ -190,6 +190,12 @@ def test_n_samples_have_ids_and_seeds_of_their_own(processor: InputProcessor) ->
     assert processor.process("r", [1], SamplingParams(seed=7)).requests[0].seed == 7
 
 
+def test_the_first_of_n_samples_alone_computes_the_prompts_logprobs(processor: InputProcessor) -> None:
+    """The others read the prompt's blocks: who asks for logprobs of its prompt does not look for them."""
+    done = processor.process("r", [1, 2], SamplingParams(n=3, prompt_logprobs=1))
+    assert [request.sampling_params.prompt_logprobs for request in done.requests] == [1, None, None]
+
+
 def test_unseeded_requests_draw_from_the_engines_seed(tokenizer: Tokenizer) -> None:
     def draw(seed: int) -> list[int]:
         processor = make(tokenizer, flat={"seed": seed})
