@@ -166,7 +166,7 @@ def limits_page() -> str:
 def fields_page() -> str:
     """What clients of other servers know and this one does not offer."""
     from pelton_plugins.server.known_routes import NOT_OFFERED as ROUTES
-    from pelton_plugins.server.rules import NOT_OFFERED, OF_NO_EFFECT
+    from pelton_plugins.server.rules import NOT_OFFERED, OF_NO_EFFECT, WITHIN_OF_NO_EFFECT
 
     refused, without = [], []
     for struct, rules in NOT_OFFERED.items():
@@ -186,6 +186,14 @@ def fields_page() -> str:
         table(("request", "field", "what to do", "accepted"), refused),
         "## Fields without an effect on the answer",
         table(("request", "fields"), without),
+        "Within other fields:",
+        table(
+            ("place", "fields", "why"),
+            [
+                (f"`{place}`", ", ".join(f"`{name}`" for name in names), why)
+                for place, (names, why) in WITHIN_OF_NO_EFFECT.items()
+            ],
+        ),
         "## Refused routes",
         "Each is a 404 with these words.",
         table(("route", "what to do"), [(f"`{path}`", advice) for path, advice in ROUTES.items()]),

@@ -121,6 +121,19 @@ OF_NO_EFFECT: Mapping[type[msgspec.Struct], Sequence[str]] = {
 }
 """Accepted: they say something about the request, and nothing about its answer."""
 
+WITHIN_OF_NO_EFFECT: Mapping[str, tuple[Sequence[str], str]] = {
+    "response_format.json_schema": (("name", "description", "strict"), "an answer keeps to its schema in any case"),
+    "text.format": (("name", "description", "strict"), "an answer keeps to its schema in any case"),
+    "tools[].function": (
+        ("strict",),
+        "arguments of a forced call keep to their schema in any case, those of a call that the model chooses are its own",
+    ),
+    "tools[] of responses": (("strict",), "the same"),
+    "thinking": (("budget_tokens", "display"), "reasoning is bounded by max_tokens alone, and returned as it is"),
+    "stream_options of responses": (("include_obfuscation",), "streams are not padded"),
+}
+"""Accepted in the same way: place to names, and why."""
+
 NOT_WITH_BEAMS = (
     "stream", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens", "top_k", "top_p", "min_p", "response_format", "structured_outputs",

@@ -34,7 +34,7 @@ from pelton_plugins.server.protocol import (
 )
 from pelton_plugins.server.request_log import NAMES, log_request
 from pelton_plugins.server.responses_protocol import ResponsesRequest
-from pelton_plugins.server.rules import OF_NO_EFFECT, rules_of
+from pelton_plugins.server.rules import OF_NO_EFFECT, WITHIN_OF_NO_EFFECT, rules_of
 from pelton_plugins.server.token_protocol import DerenderChatRequest, DerenderCompletionRequest, TokensRequest
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -332,6 +332,46 @@ def fitting(kind: Any) -> Any:
 def test_fields_within_a_field(server, body, name):
     error = server.post("/v1/responses", {"input": "hi"} | body).json()["error"]
     assert error["param"] == name and error["message"].startswith(f"{name} is not offered: ")
+
+
+STRICT_TOOL = {"name": "f", "parameters": SCHEMA, "strict": True}
+WITHIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "response_format.json_schema": (
+        "/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"response_format": {"type": "json_schema", "json_schema": {
+            "schema": SCHEMA, "name": "a", "description": "b", "strict": False}}},
+    ),
+    "text.format": (
+        "/v1/responses", {"input": "hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
+        {"text": {"format": {"type": "json_schema", "name": "b", "description": "c", "schema": SCHEMA, "strict": False}}},
+    ),
+    "tools[].function": (
+        "/v1/chat/completions", {"messages": HI, "tools": TOOLS}, {"tools": [{"type": "function", "function": STRICT_TOOL}]},
+    ),
+    "tools[] of responses": (
+        "/v1/responses", {"input": "hi", "tools": [{"type": "function", **FUNCTION}]}, {"tools": [{"type": "function", **STRICT_TOOL}]},
+    ),
+    "thinking": (
+        "/v1/messages", {"messages": HI, "max_tokens": 100, "thinking": {"type": "enabled"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 5, "display": "omitted"}},
+    ),
+    "stream_options of responses": (
+        "/v1/responses", {"input": "hi", "stream": True}, {"stream_options": {"include_obfuscation": True}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", WITHIN_OF_NO_EFFECT)
+def test_what_is_within_a_field_and_has_no_effect(server, place):
+    path, base, more = WITHIN[place]
+    (status, asked, rendered), _ = observed(server, path, base)
+    (again, also, drawn), _ = observed(server, path, base | more)
+    names, _ = WITHIN_OF_NO_EFFECT[place]
+    assert status == again == 200 and asked == also
+    assert all(f"'{name}'" in str(more) for name in names)
+    for tool in drawn.get("tools", ()):  # the template may read it
+        tool["function"].pop("strict")
+    assert drawn == rendered
 
 
 def test_the_table_names_fields_that_there_are():
