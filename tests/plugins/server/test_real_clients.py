@@ -200,7 +200,7 @@ def test_the_description_of_the_api_is_true_of_each_answer(url):
 
 
 def test_langchains_chat(url):
-    """Whole, streamed, with a schema, and with a tool that it must call."""
+    """Whole, streamed, with a schema by either way that has one, and with a tool that it must call."""
     from langchain_openai import ChatOpenAI
 
     class Answer(pydantic.BaseModel):
@@ -213,6 +213,7 @@ def test_langchains_chat(url):
     whole = chat.invoke("Hello there")
     assert whole.content and whole.usage_metadata["output_tokens"] > 0
     assert "".join(part.content for part in chat.stream("Hello there")) == whole.content
-    assert chat.with_structured_output(Answer, method="json_schema").invoke("Hello there").kind in ("a", "b")
+    for method in ("json_schema", "function_calling"):
+        assert chat.with_structured_output(Answer, method=method, strict=True).invoke("Hello there").kind in ("a", "b")
     called = chat.bind_tools([TOOL], tool_choice="f").invoke("Hello there")
     assert called.tool_calls[0]["name"] == "f"
