@@ -18,6 +18,7 @@ from typing import Any
 
 from pelton.parsing.interface import Arguments, OutputParser, ParserContext, ToolCall
 from pelton_plugins.parsers import deepseek, harmony, json_formats, pythonic, xml_calls
+from pelton_plugins.parsers.dsml import DSMLParser
 
 FILES = (
     "simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple", "live_parallel",
@@ -61,6 +62,19 @@ def coder(calls: Calls) -> str:
     )
 
 
+def dsml(calls: Calls) -> str:
+    def parameter(key: str, value: Any) -> str:
+        is_text = isinstance(value, str)
+        text = value if is_text else dumps(value)
+        return f'<｜DSML｜parameter name="{key}" string="{str(is_text).lower()}">{text}</｜DSML｜parameter>\n'
+
+    inner = "".join(
+        f'<｜DSML｜invoke name="{name}">\n{"".join(parameter(k, v) for k, v in given.items())}</｜DSML｜invoke>\n'
+        for name, given in calls
+    )
+    return f"<｜DSML｜function_calls>\n{inner}</｜DSML｜function_calls>"
+
+
 def v3(calls: Calls) -> str:
     inner = "\n".join(
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumps(given)}\n```<｜tool▁call▁end｜>"
@@ -102,6 +116,7 @@ FORMATS: Mapping[str, tuple[type[OutputParser], Callable[[Calls], str]]] = {
     "mistral v11": (json_formats.MistralParser, lambda calls: "".join(f"[TOOL_CALLS]{n}[ARGS]{dumps(g)}" for n, g in calls)),
     "deepseek_v3": (deepseek.DeepSeekV3Parser, v3),
     "deepseek_v31": (deepseek.DeepSeekV31Parser, v31),
+    "deepseek_v32": (DSMLParser, dsml),
     "granite": (json_formats.GraniteParser, lambda calls: "<|tool_call|>" + listed(calls)),
     "gpt_oss": (harmony.HarmonyParser, in_channels),
     "json_calls": (json_formats.JsonCallsParser, lambda calls: listed(calls, "parameters")),
@@ -134,7 +149,8 @@ def cases(folder: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             yield name, questions[answer["id"]]["function"], answer["ground_truth"]
 
 
-def main(folder: Path) -> None:
+def judge(folder: Path) -> dict[str, tuple[int, int, str]]:
+    """How many cases of each format are right, of how many, and the first wrong one."""
     sys.path.insert(0, str(folder))
     stub = types.ModuleType(
         "bfcl_eval.constants.model_config"
@@ -162,7 +178,8 @@ def main(folder: Path) -> None:
             found.append((context, calls, check))
         else:
             num_left_out += 1
-    print(f"{len(found)} cases, {num_left_out} left out, whose own answer the checker refuses")
+    print(f"{len(found)} cases, {num_left_out} left out, whose own answer the checker refuses", flush=True)
+    judged = {}
     for name, (parser, write) in FORMATS.items():
         chooser, right, first_wrong = random.Random(0), 0, ""
         for context, calls, check in found:
@@ -174,8 +191,10 @@ def main(folder: Path) -> None:
             right += verdict["valid"]
             if not verdict["valid"] and not first_wrong:
                 first_wrong = f"{text[:300]!r}: {verdict['error']}"
+        judged[name] = right, len(found), first_wrong
         print(f"{name:16} {right}{'   first wrong: ' + first_wrong if first_wrong else ''}", flush=True)
+    return judged
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    judge(Path(sys.argv[1]))
