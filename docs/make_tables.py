@@ -235,11 +235,10 @@ def metrics_page() -> str:
         "## Of the HTTP server",
         "Those of HTTP itself have no prefix, whatever `--metrics-prefix` says.",
         table(("family", "kind", "labels", "what"), http_rows),
-        "`process_*` and `python_*` families are those of the Prometheus client ("
-        + ", ".join(_process_families())
-        + "); with several "
-        "API processes each value has the label `process`. Families of plugins stand beside all of these: `pelton_kv_transfer_tokens` of "
-        "the connector over files, `pelton_expert_moves` and `pelton_expert_balance` with `--enable-eplb`.",
+        "`process_*` (memory, processor time, descriptors) and `python_*` (version, garbage collector) are the Prometheus "
+        "client's; with several API processes each value has the label `process`. Families of plugins stand beside all of "
+        "these: `pelton_kv_transfer_tokens` of the connector over files, `pelton_expert_moves` and `pelton_expert_balance` "
+        "with `--enable-eplb`.",
         "## Families of vLLM's that are not here",
         table(("family", "why"), [(f"`{name}`", why) for name, why in NOT_EXPORTED.items()]),
     ]
@@ -292,12 +291,6 @@ def _further_families() -> list[tuple[str, str, str, str]]:
         for name, metric in told.items()
         if name not in known
     ]
-
-
-def _process_families() -> list[str]:
-    from pelton_plugins.server.process_metrics import ProcessMetrics
-
-    return [f"`{family.name}`" for family in ProcessMetrics().collect()]
 
 
 PLAIN = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="bfloat16")
