@@ -272,7 +272,8 @@ def content_text(message: Message, index: int) -> str:
                 f"This model reads text only; a content part has type {part.type[:40]!r}.",
                 param=f"messages[{index}].content",
             )
-        if part.text is None:
+        text = part.refusal if part.text is None else part.text
+        if text is None:
             raise RequestError("a text part has no text", param=f"messages[{index}].content")
-        texts.append(part.text)
+        texts.append(text)
     return "\n".join(texts)

@@ -135,6 +135,8 @@ class CompletionRequest(GenerateRequest, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
+    """Of a part of that type, in an assistant's message."""
 
 
 class Message(msgspec.Struct, kw_only=True):

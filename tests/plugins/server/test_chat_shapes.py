@@ -170,9 +170,11 @@ def test_content_parts_are_joined_and_roles_kept(shared):
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "c"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "d"}]},
+        {"role": "user", "content": [{"type": "text", "text": "e"}]},
     ]
-    shared.post("/v1/chat/completions", {"messages": messages})
-    assert shared.llm.requests[-1][0]["prompt"] == "<system>a\nb\n<user>c\n<assistant>"
+    assert shared.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+    assert shared.llm.requests[-1][0]["prompt"] == "<system>a\nb\n<user>c\n<assistant>d\n<user>e\n<assistant>"
 
 
 def test_echo_sends_the_text_that_is_continued(shared):

@@ -220,6 +220,19 @@ def test_open_requests_are_counted_over_all(server):
     assert eventually(lambda: httpx.get(server.url + "/load").json()["server_load"] == 0)
 
 
+def test_one_request_id_on_both_processes_is_as_many_requests(server):
+    """The engine knows each by an id of its own."""
+    streams: list[Stream] = []
+    while len({stream.pid for stream in streams}) < 2:
+        assert len(streams) < 40
+        streams.append(Stream(server, request_id="mine", prompt=f"abc{len(streams)}"))
+        assert streams[-1].begun.wait(10)
+    for stream in streams:
+        stream.join(30)
+    assert all(stream.is_whole and '"id":"cmpl-mine"' in stream.text for stream in streams)
+    assert eventually(lambda: server.sample("pelton_num_requests_running") == 0)
+
+
 def test_a_response_is_found_whichever_process_keeps_it(server):
     """Every call has a connection of its own: the kernel deals them out to the processes."""
 
