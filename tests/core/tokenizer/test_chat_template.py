@@ -207,6 +207,19 @@ def test_templates_that_put_arguments_into_a_text_find_what_the_model_wrote(call
     assert ChatTemplate(source).render(messages, add_generation_prompt=False) == expected
 
 
+@pytest.mark.parametrize("none", [[], None])
+def test_an_answer_without_calls_may_be_sent_back_as_clients_hold_it(none):
+    """With an empty list, which Llama's template would take for calls."""
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    sent_back = [messages[0], {**messages[1], "tool_calls": none, "refusal": None}, messages[2]]
+    template = ChatTemplate(LLAMA3)
+    assert template.render(sent_back) == template.render(messages)
+
+
 def test_tool_arguments_given_as_json_text_become_mappings():
     function = {"name": "weather", "arguments": '{"city": "Zürich", "n": 1.5}'}
     as_text = [CALLS[0], {**CALLS[1], "tool_calls": [{"type": "function", "function": function}]}, CALLS[2]]

@@ -117,7 +117,11 @@ class ChatTemplate:
             prepared["content"] = "\n".join(_part_text(part, index) for part in content)
         elif isinstance(content, list):
             prepared["content"] = [{"type": "text", "text": _part_text(part, index)} for part in content]
-        for call in prepared.get("tool_calls") or ():
+        if not prepared.get(
+            "tool_calls"
+        ):  # templates ask whether there are any; clients send an answer back with an empty list
+            prepared.pop("tool_calls", None)
+        for call in prepared.get("tool_calls", ()):
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 function["arguments"] = _arguments(function["arguments"], index)
