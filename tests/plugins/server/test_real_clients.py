@@ -170,6 +170,41 @@ def test_messages(url):
     )
 
 
+def test_conversations_go_on_with_what_the_clients_were_given(client, url):
+    """Objects of their own classes, as users append them: answers, calls, and results of calls."""
+    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "f"}}
+    more = {"model": "tiny", "max_tokens": 60, "extra_body": CLOSED}
+    answer = client.chat.completions.create(messages=MESSAGES, **more).choices[0].message
+    messages = [*MESSAGES, answer, {"role": "user", "content": "Now call"}]
+    called = client.chat.completions.create(messages=messages, tools=[tool], tool_choice=named, **more)
+    (call,) = called.choices[0].message.tool_calls
+    messages += [called.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+    assert client.chat.completions.create(messages=messages, tools=[tool], **more).usage.prompt_tokens > 0
+
+    flat = {"type": "function", **tool["function"]}
+    first = client.responses.create(
+        model="tiny", input="Call", tools=[flat], tool_choice={"type": "function", "name": "f"}, max_output_tokens=60,
+        extra_body=CLOSED,
+    )  # fmt: skip
+    (item,) = [one for one in first.output if one.type == "function_call"]
+    result = {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
+    given = [{"role": "user", "content": "Call"}, *first.output, result]
+    assert client.responses.create(model="tiny", input=given, tools=[flat], max_output_tokens=4).usage.input_tokens > 0
+
+    theirs = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    of_theirs = {"name": "f", "input_schema": schema}
+    found = theirs.messages.create(
+        model="tiny", max_tokens=60, messages=MESSAGES, tools=[of_theirs], tool_choice={"type": "tool", "name": "f"}, extra_body=CLOSED,
+    )  # fmt: skip
+    (use,) = [block for block in found.content if block.type == "tool_use"]
+    turn = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "3"}]}
+    messages = [*MESSAGES, {"role": "assistant", "content": found.content}, turn]
+    again = theirs.messages.create(model="tiny", max_tokens=4, messages=messages, tools=[of_theirs])
+    assert again.usage.output_tokens > 0
+
+
 def test_the_description_of_the_api_is_true_of_each_answer(url):
     """Required fields of each response, and no key where none is needed."""
     spec = httpx.get(url + "/openapi.json").json()
