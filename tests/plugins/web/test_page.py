@@ -217,11 +217,14 @@ def browser() -> Iterator[Page]:
 
 
 @pytest.fixture
-def page(browser: Page) -> Iterator[Page]:
+def page(browser: Page, start: Callable[..., Running]) -> Iterator[Page]:
+    """Ended before the server that it shows: a page that asks one which is gone says so."""
+    browser.open("about:blank")
     browser.errors.clear()
     browser.set_media()
     yield browser
     assert browser.errors == []
+    browser.open("about:blank")
 
 
 def ready(page: Page, server: Running) -> None:
