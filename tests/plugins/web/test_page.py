@@ -329,6 +329,8 @@ def test_reasoning_is_folded_and_tools_take_results(page, start):
     whole(page)
     said = server.llm.rendered["messages"]
     assert [m["role"] for m in said] == ["user", "assistant", "tool"]
+    names = page.run("[...document.querySelectorAll('article')].map((one) => one.getAttribute('aria-label')).join()")
+    assert names == "You,fake,Result of weather,fake"
     assert said[2]["content"] == "Sunny" and said[2]["tool_call_id"] == said[1]["tool_calls"][0]["id"]
 
 

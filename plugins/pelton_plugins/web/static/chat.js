@@ -19,6 +19,14 @@ function make(tag, className, text) {
   return element;
 }
 
+/** One message of the log; screen readers hear whose it is. */
+function article(kind, name) {
+  const element = make("article", `message ${kind}`);
+  element.setAttribute("aria-label", name);
+  element.append(make("h3", "", name));
+  return element;
+}
+
 function blockElement(block) {
   if (block.kind === "code") {
     const pre = make("pre");
@@ -62,8 +70,8 @@ class AnswerView {
   #calls = [];
 
   constructor(name) {
-    this.element = make("article", "message assistant busy");
-    this.element.append(make("h3", "", name), this.#text.element);
+    this.element = article("assistant busy", name);
+    this.element.append(this.#text.element);
     this.facts = make("p", "facts");
     this.element.append(this.facts);
   }
@@ -164,10 +172,10 @@ export class Chat {
   }
 
   #addUser(text) {
-    const view = make("article", "message user");
+    const view = article("user", "You");
     const shown = new TextView();
     shown.show(text);
-    view.append(make("h3", "", "You"), shown.element);
+    view.append(shown.element);
     this.#add({ role: "user", content: text }, view);
   }
 
@@ -302,10 +310,10 @@ export class Chat {
     if (calls.length && seen.reason === "tool_calls") {
       view.askForResults(calls, (results) => {
         results.forEach((result, index) => {
-          const shown = make("article", "message user");
+          const shown = article("user", `Result of ${calls[index].name}`);
           const text = new TextView();
           text.show(result);
-          shown.append(make("h3", "", `Result of ${calls[index].name}`), text.element);
+          shown.append(text.element);
           this.#add({ role: "tool", tool_call_id: calls[index].id, content: result }, shown);
         });
         this.#answer();
