@@ -23,6 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pelton.testing import fake_engine
 
 API = "pelton_plugins.server.processes.api_process"
+ENDLESS = {"max_tokens": 240}
+"""Of streams that are not to end before something is killed, on a busy machine either."""
 LONG = {"prompt": "abc", "max_tokens": 80, "ignore_eos": True, "stream": True}
 
 
@@ -154,13 +156,13 @@ class Stream(threading.Thread):
         return self.error is None and '"finish_reason":"length"' in self.text and self.text.endswith("data: [DONE]\n\n")
 
 
-def streams_on_each(running: Serving) -> list[Stream]:
+def streams_on_each(running: Serving, **more: object) -> list[Stream]:
     """Running streams, one at least on each process."""
     streams: list[Stream] = []
     pids = {process.pid for process in running.api_processes()}
     while {stream.pid for stream in streams} != pids:
         assert len(streams) < 40
-        streams.append(Stream(running))
+        streams.append(Stream(running, **more))
         assert streams[-1].begun.wait(10)
     return streams
 
@@ -259,7 +261,7 @@ def test_a_response_is_found_whichever_process_keeps_it(server):
 
 
 def test_a_killed_api_process_takes_its_own_streams_only(server):
-    streams = streams_on_each(server)
+    streams = streams_on_each(server, **ENDLESS)
     first, second = server.api_processes()
     first.kill()
     for stream in streams:
@@ -280,7 +282,7 @@ def test_a_killed_api_process_takes_its_own_streams_only(server):
 
 
 def test_a_killed_engine_fails_all_streams_and_comes_back(server):
-    streams = streams_on_each(server)
+    streams = streams_on_each(server, **ENDLESS)
     server.engine().kill()
     for stream in streams:
         stream.join(10)
