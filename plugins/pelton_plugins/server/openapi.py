@@ -43,9 +43,10 @@ def api(
     }  # fmt: skip
 
 
-def _structs(body: Any) -> Sequence[type[msgspec.Struct]]:
-    found: Sequence[type[msgspec.Struct]] = (body,) if inspect.isclass(body) else body or ()
-    return found
+def _structs(body: Body) -> list[type[msgspec.Struct]]:
+    if body is None:
+        return []
+    return [body] if isinstance(body, type) else list(body)
 
 
 def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bool = True) -> bytes:

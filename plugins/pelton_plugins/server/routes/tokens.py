@@ -58,7 +58,7 @@ def _tokenizer_info(state: ServerState) -> dict[str, Any]:
         vocab_size=llm.model.vocab_size,
         chat_template=getattr(template, "source", None),
     )
-    return getattr(tokenizer, "special_tokens", {}) | msgspec.to_builtins(found)
+    return {**getattr(tokenizer, "special_tokens", {}), **msgspec.to_builtins(found)}
 
 
 async def _tokenize(exchange: Exchange, request: TokenizeRequest) -> None:
