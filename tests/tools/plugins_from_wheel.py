@@ -1,5 +1,5 @@
-"""Every example package and every skeleton, installed beside Pelton's wheel, passes `pelton plugins check` where no source of this
-repository can be imported.
+"""Every example package, and every skeleton that the wheel's own `pelton plugins new` writes, passes `pelton plugins check` beside
+Pelton's wheel, where no source of this repository can be imported.
 
     python tests/tools/plugins_from_wheel.py               # all of them: minutes
     python tests/tools/plugins_from_wheel.py op no-repeat  # a kind of skeleton, an example
@@ -26,17 +26,16 @@ PIP = [
 WHEEL = "from hatchling.builders.wheel import WheelBuilder; print(*WheelBuilder({root!r}).build(directory={target!r}))"
 
 
-def packages(folder: Path, wanted: list[str]) -> list[Path]:
-    """The examples, and a package of each kind written into `folder`; of these the wanted ones."""
-    from pelton_plugins.commands.plugin_author import kinds, write_skeleton
+def packages(wanted: list[str]) -> tuple[list[Path], list[str]]:
+    """The examples, and the kinds of skeletons; of these the wanted ones."""
+    from pelton_plugins.commands.plugin_author import kinds
 
     examples = {path.name.removeprefix("pelton-"): path for path in sorted((ROOT / "examples/plugins").iterdir())}
     unknown = set(wanted) - examples.keys() - kinds().keys()
     if unknown:
         raise SystemExit(f"There is no {min(unknown)!r}; there is {', '.join([*examples, *kinds()])}.")
     found = [path for name, path in examples.items() if not wanted or name in wanted]
-    skeletons = [kind for kind in kinds() if not wanted or kind in wanted]
-    return found + [write_skeleton(kind, f"my-{kind}", str(folder / kind)) for kind in skeletons]
+    return found, [kind for kind in kinds() if not wanted or kind in wanted]
 
 
 def run(python: Path, site: Path, *command: str, plugins: str = "") -> subprocess.CompletedProcess[str]:
@@ -51,14 +50,14 @@ def run(python: Path, site: Path, *command: str, plugins: str = "") -> subproces
 def main(wanted: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder, site = Path(name), Path(name) / "site"
-        sources = packages(folder, wanted)
+        sources, kinds = packages(wanted)
         subprocess.run(
             [sys.executable, "-c", WHEEL.format(root=str(ROOT), target=str(folder))],
             check=True,
             capture_output=True,
             cwd=folder,
         )
-        subprocess.run([*PIP, "--target", str(site), *map(str, folder.glob("*.whl")), *map(str, sources)], check=True)
+        subprocess.run([*PIP, "--target", str(site), *map(str, folder.glob("*.whl"))], check=True)
         venv.create(folder / "env")
         python = folder / "env/bin/python"
         where = run(
@@ -66,6 +65,14 @@ def main(wanted: list[str]) -> int:
         )
         if where.stdout.count(str(site)) != 2:
             raise SystemExit(f"Pelton is not the wheel's: {where.stdout}{where.stderr}")
+        for kind in kinds:
+            sources.append(folder / kind)
+            done = run(
+                python, site, "-m", "pelton", "plugins", "new", kind, f"my-{kind}", "--folder", str(folder / kind)
+            )
+            if done.returncode:
+                raise SystemExit(f"pelton plugins new {kind}: {done.stdout}{done.stderr}")
+        subprocess.run([*PIP, "--target", str(site), *map(str, sources)], check=True)
         failed = []
         for source in sources:
             project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
