@@ -118,14 +118,14 @@ class NativeAttention(BoundAttention):
         failed = self._kernels.attend(
             byref(self._attention), byref(metadata.step), query.data_ptr(), self._row, output.data_ptr()
         )
-        _check(failed)
+        check_memory(failed)
 
     def attend_part(self, query: Tensor, metadata: NativeMetadata, output: Tensor, lse: Tensor) -> None:
         query = query if query.is_contiguous() else query.contiguous()
         failed = self._kernels.attend_part(
             byref(self._attention), byref(metadata.step), query.data_ptr(), self._row, output.data_ptr(), lse.data_ptr()
         )
-        _check(failed)
+        check_memory(failed)
 
     def write_and_attend(
         self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, metadata: NativeMetadata, output: Tensor
@@ -138,13 +138,13 @@ class NativeAttention(BoundAttention):
             byref(self._rope), byref(self._attention), byref(make_written(qkv, positions, slot_mapping)),
             byref(metadata.step), qkv.data_ptr(), output.data_ptr(),
         )  # fmt: skip
-        _check(failed)
+        check_memory(failed)
 
 
 def _window(needs: AttentionNeeds) -> int:
     return -needs.attention_chunk_size if needs.attention_chunk_size else needs.sliding_window or 0
 
 
-def _check(failed: int) -> None:
+def check_memory(failed: int) -> None:
     if failed:
         raise EngineError("Attention found no memory for its scratch space. Give the process more memory.")

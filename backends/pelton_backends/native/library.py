@@ -59,8 +59,12 @@ class Linear(Structure):
         ("in_features", c_int64), ("out_features", c_int64), ("output_stride", c_int64),
         ("eps", c_float), ("post_eps", c_float), ("soft_cap", c_float),
         ("unit_offset", c_int32), ("post_unit_offset", c_int32), ("activation", c_int32), ("is_logits", c_int32),
-        ("dtype", c_int32), ("is_packed", c_int32),
+        ("dtype", c_int32), ("is_packed", c_int32), ("bare_activation", c_int32),
     )  # fmt: skip
+
+
+class LayerNorm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("size", c_int64), ("eps", c_float))
 
 
 class Lora(Structure):
@@ -104,6 +108,9 @@ class Kernels:
             library.pelton_allowed_logits, c_int, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64,
             c_void_p,
         )  # fmt: skip
+        self.layer_norm = _typed(
+            library.pelton_layer_norm, None, POINTER(LayerNorm), c_void_p, c_void_p, c_int64, c_void_p
+        )
         self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
         self.moe = _typed(library.pelton_moe, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)

@@ -12,6 +12,7 @@ import torch
 
 from pelton.errors import EngineError
 from pelton_backends.native import library
+from pelton_backends.native.library import ACTIVATIONS
 from pelton_backends.native.linear_ops import HANDLES, AddNormLinearOp, FusedOp, LinearOp, LogitsOp, Product, refusals
 from pelton_backends.native.reader import reader
 
@@ -96,7 +97,11 @@ class _Plain(FusedOp):
 
 
 class NativeLinear(LinearOp, _Plain):
-    pass
+    def take_activation(self, name: str | None) -> bool:
+        """From now on results have this activation behind them; False: there is none of this name."""
+        if name in ACTIVATIONS:
+            self._product.op.bare_activation = ACTIVATIONS[name] + 1
+        return name in ACTIVATIONS
 
 
 class NativeAddNormLinear(AddNormLinearOp, _Plain):

@@ -21,6 +21,7 @@ _ENTRIES = (
     ("qk_norm_rope_write_kv", "rope:NativeQkNormRopeWriteKv"),
     ("add_norm_linear", "linear:NativeAddNormLinear"),
     ("linear", "linear:NativeLinear"),
+    ("add_norm", "layer_norm:NativeAddNorm"),
     ("add_norm_gated_linear", "linear:NativeAddNormLinear"),
     ("add_norm_logits", "linear:NativeAddNormLogits"),
     ("moe", "moe:NativeMoe"),
@@ -64,7 +65,14 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             device_types=("cpu",),
             aliases=("CPU_ATTN",),
             doc="paged prefill and decode in C, compiled at the first start",
-        )
+        ),
+        BackendEntry(
+            name="native_encoder",
+            load="pelton_backends.native.encoder:NativeEncoderBackend",
+            priority=50,
+            device_types=("cpu",),
+            doc="encoders in C, without windows",
+        ),
     ]
 
 

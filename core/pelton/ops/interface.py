@@ -283,7 +283,7 @@ class LinearTensors:
 
 class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out], partial over ranks."""
+        """[T, in] -> [T, out], partial over ranks. Optional: `take_activation(name)`: True: results have it from now on."""
         ...
 
 

@@ -20,7 +20,7 @@ from pelton.model.build import BuildConfig
 from pelton.model.interface import PooledRows
 from pelton.model.loading import LazyWeight
 from pelton_plugins.models.encoder_attention import EncoderAttention
-from pelton_plugins.models.encoder_layers import LayerNorm, Table, activation
+from pelton_plugins.models.encoder_layers import ActivatedLinear, LayerNorm, Table
 
 
 class BertEmbeddings(nn.Module):
@@ -64,16 +64,16 @@ class BertLayer(nn.Module):
         self.attn = EncoderAttention(num_heads, hidden_size // num_heads, config=config, prefix=f"{inner}.self")
         self.attn_out = WholeLinear(hidden_size, {f"{inner}.output.dense": hidden_size}, config=config, bias=True)
         self.attn_norm = LayerNorm(hidden_size, config=config, prefix=f"{inner}.output.LayerNorm", eps=eps)
-        self.up = WholeLinear(
-            hidden_size, {f"{prefix}.intermediate.dense": hf.intermediate_size}, config=config, bias=True
-        )
-        self.activation = activation(hf.get("hidden_act", "gelu"))
+        self.up = ActivatedLinear(
+            hidden_size, {f"{prefix}.intermediate.dense": hf.intermediate_size}, config=config, bias=True,
+            activation_name=hf.get("hidden_act", "gelu"),
+        )  # fmt: skip
         self.down = WholeLinear(hf.intermediate_size, {f"{prefix}.output.dense": hidden_size}, config=config, bias=True)
         self.norm = LayerNorm(hidden_size, config=config, prefix=f"{prefix}.output.LayerNorm", eps=eps)
 
     def forward(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         hidden = self.attn_norm(self.attn_out(self.attn(self.qkv(hidden), batch)), hidden)
-        return self.norm(self.down(self.activation(self.up(hidden))), hidden)
+        return self.norm(self.down(self.up(hidden)), hidden)
 
 
 class BertModel(nn.Module):

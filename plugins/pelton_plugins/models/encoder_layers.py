@@ -1,4 +1,4 @@
-"""Layers of encoders: layer norms, lookup tables, activations. Every rank holds all of them."""
+"""Layers of encoders: layer norms, lookup tables, activations and products with one. Every rank holds all of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pelton.errors import ConfigError
+from pelton.layers.encoder import WholeLinear
+from pelton.layers.linear import ACTIVATION_NAMES
+from pelton.ops.interface import AddNorm, AddNormNeeds, AddNormTensors, NormSpec
 
 if TYPE_CHECKING:
     from pelton.model.build import BuildConfig
@@ -21,17 +24,17 @@ class LayerNorm(nn.Module):
 
     def __init__(self, size: int, *, config: BuildConfig, prefix: str, eps: float, bias: bool = True) -> None:
         super().__init__()
-        self.size, self.eps = size, eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32, device=config.device), requires_grad=False)
-        config.weights.expect(f"{prefix}.weight", (size,), self.weight)
-        self.bias: nn.Parameter | None = None
+        shape = (2, size) if bias else (size,)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=config.device), requires_grad=False)
+        config.weights.expect(f"{prefix}.weight", (size,), self.weight[0] if bias else self.weight)
         if bias:
-            self.bias = nn.Parameter(torch.empty(size, dtype=torch.float32, device=config.device), requires_grad=False)
-            config.weights.expect(f"{prefix}.bias", (size,), self.bias)
+            config.weights.expect(f"{prefix}.bias", (size,), self.weight[1])
+        needs = AddNormNeeds(dtype="float32", norm=NormSpec(size=size, eps=eps, is_centered=True))
+        self.add_norm: AddNorm = config.ops.bind("add_norm", needs, AddNormTensors(self.weight))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        x = x.float() if residual is None else x.float() + residual
-        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+        """residual: may be overwritten."""
+        return self.add_norm(x.float(), residual)[0]
 
 
 class Table(nn.Module):
@@ -63,3 +66,21 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     if name not in ACTIVATIONS:
         raise ConfigError(f"The activation is {name!r}; encoders have {', '.join(ACTIVATIONS)}.")
     return ACTIVATIONS[name]
+
+
+class ActivatedLinear(WholeLinear):
+    """A product and its activation, which the op itself computes where it can."""
+
+    def __init__(
+        self, in_features: int, rows: Mapping[str, int], *, config: BuildConfig, bias: bool, activation_name: str
+    ) -> None:
+        """rows: as of `WholeLinear`. activation_name: of config.json."""
+        super().__init__(in_features, rows, config=config, bias=bias)
+        self.activation = activation(activation_name)
+        take = getattr(self.bare, "take_activation", None)
+        self.is_activated: bool = take is not None and take(ACTIVATION_NAMES.get(activation_name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_adapted = self.adapter is not None and self.adapter.is_used
+        product = super().forward(x)
+        return product if self.is_activated and not is_adapted else self.activation(product)

@@ -10,6 +10,7 @@ from pelton.attention.metadata import BatchDescriptor
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionCase, AttentionStep
 from pelton_backends.native import build, library
 from pelton_backends.native.backend import NativeBackend
+from pelton_backends.native.encoder import NativeEncoderBackend
 from pelton_backends.native.plugin import pelton_attention_backends
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
@@ -93,8 +94,8 @@ def test_what_it_refuses(changes, reason):
 
 
 def test_it_is_offered_for_cpus_only():
-    (entry,) = pelton_attention_backends("cpu")
-    assert entry.resolve() is NativeBackend and entry.priority == 50
+    entries = pelton_attention_backends("cpu")
+    assert [(entry.resolve(), entry.priority) for entry in entries] == [(NativeBackend, 50), (NativeEncoderBackend, 50)]
     assert pelton_attention_backends("cuda") == []
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pelton_linear_oracle import check, make_case
+import torch.nn.functional as F
+from pelton_linear_oracle import ACTIVATIONS, TOLERANCES, check, make_case
 
 from pelton.ops.interface import (
     AddNormLinearNeeds,
@@ -158,6 +159,41 @@ def test_linear(isa, dtype, num_rows):
             case = make_case(num_rows, 98, out_features, dtype, CPU, norm=False, bias=bias, row_gap=2)
             check(case, NativeLinear)
             check(case, Loaded(NativeLinear))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 3, 13, 90])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_with_its_activation(isa, dtype, num_rows, activation, bias):
+    for out_features in (70, 96):
+        case = make_case(num_rows, 98, out_features, dtype, CPU, norm=False, bias=bias)
+        bare, _ = case.expected()
+        relative, absolute = TOLERANCES[dtype]
+        for form in (NativeLinear, Loaded(NativeLinear)):
+            op = form.bind(case.needs, case.tensors)
+            assert op.take_activation(activation)
+            wanted = ACTIVATIONS[activation](bare.double()).to(dtype)
+            torch.testing.assert_close(op(case.hidden.clone()), wanted, rtol=relative, atol=absolute)
+
+
+def test_gelu_over_all_of_its_range(isa):
+    x = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, -0.0, 1e-30, 3e38, -3e38]))).unsqueeze(0)
+    spec = LinearSpec(in_features=1, out_features=x.shape[1])
+    op = NativeLinear.bind(
+        LinearNeeds(dtype="float32", linear=spec), LinearTensors(LinearWeights(spec, {"weight": x.T.contiguous()}))
+    )
+    assert op.take_activation("gelu")
+    torch.testing.assert_close(op(torch.ones(1, 1)), F.gelu(x.double()).float(), atol=2e-6, rtol=1e-6)
+    assert op(torch.full((1, 1), torch.nan)).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["relu", None])
+def test_an_activation_that_it_has_not_is_left_to_others(isa, name):
+    case = make_case(3, 64, 96, torch.float32, CPU, norm=False)
+    op = NativeLinear.bind(case.needs, case.tensors)
+    before = op(case.hidden)
+    assert not op.take_activation(name) and torch.equal(op(case.hidden), before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,7 +16,10 @@ FLAGS = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined
 HERE = Path(__file__).parent
 SETS = {AVAILABLE[0], AVAILABLE[-1]}
 """The narrowest vectors and the set that this CPU uses: those between have the same loops over the same places."""
-FILES = ("test_attention.py", "test_linear.py", "test_quant.py", "test_rope.py", "test_sampling.py")
+FILES = (
+    "test_attention.py", "test_encoder.py", "test_layer_norm.py", "test_linear.py", "test_quant.py", "test_rope.py",
+    "test_sampling.py",
+)  # fmt: skip
 RUN = """
 import sys, pytest
 from pelton_backends.native import build

@@ -5,6 +5,7 @@
 
 enum {
     TILE_QUERIES = 192, /* of a task: tokens times the heads of its key head */
+    ENCODER_QUERIES = 384, /* the same where all of them see all keys, which are copied once for a task */
     SPAN = 512,         /* keys of a row with one token, from twice as many on */
     PREFIX_ROWS = 32,   /* that go through a shared prefix together */
     WRITE_TOKENS = 16,  /* that one task writes */
@@ -66,7 +67,7 @@ static void choose_paths(struct plan *plan) {
     int64_t num_tokens = step->query_start[step->num_rows] - step->query_start[0];
     plan->prefix = step->common_prefix == NULL ? 0 : kept_of(step, *step->common_prefix);
     plan->heads = step->num_rows >= 2 * plan->threads ? op->num_kv_heads : 1;
-    plan->tokens = most(TILE_QUERIES / op->group, 1);
+    plan->tokens = most((step->is_causal ? TILE_QUERIES : ENCODER_QUERIES) / op->group, 1);
     while (plan->tokens > 16 && num_tokens * op->num_kv_heads < 4 * plan->threads * plan->tokens)
         plan->tokens /= 2;
 }
@@ -207,7 +208,7 @@ static void attend_place(void *context, int64_t index, struct turn *turn) {
     if (index + ahead < plan->num_places) {
         const struct place *next = place + ahead;
         task.next_table = step->block_table + next->row * step->table_stride;
-        task.next_key = next->first_key, task.next_length = next->last_key;
+        task.next_head = next->head, task.next_key = next->first_key, task.next_length = next->last_key;
     }
     if ((row_tokens == 1 ? plan->one_token : plan->more_tokens)(op, &task, turn))
         plan->failed = 1;

@@ -62,7 +62,7 @@ struct task {
     void *output;
     int32_t is_causal;
     const int32_t *next_table; /* a row whose keys may be wanted soon, from next_key on; NULL: none */
-    int64_t next_key, next_length;
+    int64_t next_head, next_key, next_length;
     const float *given; /* states [queries] of keys before first_key; NULL: there are none */
     float *states;      /* where states are left instead of output; NULL: nowhere */
     float *lse;         /* where the logarithm of each query's sum of weights is left, -INFINITY without a key; NULL: nowhere */

@@ -83,7 +83,14 @@ INLINE vec soften(const struct attention *op, const struct task *task, int64_t f
     ivec position;
     memcpy(&position, strip->position + at, sizeof position);
     vec base = vec_load(strip->base + at), lowest = vec_all(-INFINITY), high = base, total = {0};
-    for (int64_t key = seen.lower; key < seen.upper; key++) {
+    int is_plain = seen.is_whole && !(op->soft_cap > 0.0f);
+    vec factor = vec_all(op->scale * 1.44269504f);
+    for (int64_t key = seen.lower; is_plain && key < seen.upper; key++) {
+        vec score = vec_load(scores + key * STRIP + at) * factor;
+        vec_store(scores + key * STRIP + at, score);
+        high = vec_max(score, high);
+    }
+    for (int64_t key = seen.lower; !is_plain && key < seen.upper; key++) {
         vec score = scaled(op, vec_load(scores + key * STRIP + at));
         if (!seen.is_whole)
             score = vec_select(sees(op, task, position, (int32_t)(first + key)), score, lowest);
@@ -138,8 +145,41 @@ static struct seen seen_by(const struct attention *op, const struct task *task, 
     return (struct seen){lower, upper, is_whole};
 }
 
+/* Keys and values that are wanted next: lines of `bytes` that lie `step` bytes apart, of one block. */
+struct soon {
+    const char *keys, *values;
+    int64_t count;
+    size_t step, bytes;
+};
+
+/* Behind the chunk that starts at `first`: the next one, or the first of the task that this thread is likely to take next. */
+static struct soon find_soon(const struct attention *op, const struct task *task, int64_t first) {
+    const int32_t *table = task->table;
+    int64_t head = task->head, key = first + CHUNK, last = task->last_key;
+    size_t item = size_of(op->dtype);
+    if (key >= last)
+        table = task->next_table, head = task->next_head, key = task->next_key, last = task->next_length;
+    if (table == NULL || key >= last)
+        return (struct soon){.count = 0};
+    size_t at = (size_t)key_at(op, table, head, key) * item;
+    int64_t count = least(least(last - key, CHUNK), op->block_size - key % op->block_size);
+    return (struct soon){(const char *)op->k_cache + at, (const char *)op->v_cache + at, count, (size_t)op->token_stride * item,
+                         (size_t)op->head_dim * item};
+}
+
+INLINE void fetch_soon(const struct soon *soon, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+        for (size_t byte = 0; byte < soon->bytes; byte += 64) {
+            __builtin_prefetch(soon->keys + (size_t)i * soon->step + byte, 0, 2);
+            __builtin_prefetch(soon->values + (size_t)i * soon->step + byte, 0, 2);
+        }
+}
+
 static void attend_chunk(const struct attention *op, const struct task *task, const struct tile *tile, int64_t first, int64_t count) {
-    for (int64_t index = 0; index * STRIP < tile->m; index++) {
+    struct soon soon = find_soon(op, task, first);
+    int64_t strips = (tile->m + STRIP - 1) / STRIP;
+    for (int64_t index = 0; index < strips; index++) {
+        fetch_soon(&soon, soon.count * index / strips, soon.count * (index + 1) / strips);
         struct seen seen = seen_by(op, task, tile, index, first, count);
         if (seen.lower >= seen.upper)
             continue;
@@ -156,11 +196,13 @@ static void attend_chunk(const struct attention *op, const struct task *task, co
 /* ---- a task ---- */
 
 static void widen_chunk(const struct attention *op, const struct task *task, const struct tile *tile, int64_t first, int64_t count) {
-    size_t item = size_of(op->dtype);
-    for (int64_t i = 0; i < count; i++) {
+    size_t item = size_of(op->dtype), step = (size_t)op->token_stride * item;
+    for (int64_t i = 0; i < count;) { /* a block at a time */
         size_t at = (size_t)key_at(op, task->table, task->head, first + i) * item;
-        widen_line((const char *)op->k_cache + at, tile->keys + i * tile->padded, op->head_dim, tile->padded, op->dtype);
-        widen_line((const char *)op->v_cache + at, tile->values + i * tile->padded, op->head_dim, tile->padded, op->dtype);
+        for (int64_t end = least(count, i + op->block_size - (first + i) % op->block_size); i < end; i++, at += step) {
+            widen_line((const char *)op->k_cache + at, tile->keys + i * tile->padded, op->head_dim, tile->padded, op->dtype);
+            widen_line((const char *)op->v_cache + at, tile->values + i * tile->padded, op->head_dim, tile->padded, op->dtype);
+        }
     }
     memset(tile->keys + count * tile->padded, 0, (size_t)(MOST_ROWS * tile->padded) * sizeof(float));
 }
@@ -194,27 +236,87 @@ INLINE void turn_lines(float *lines, float *columns, int64_t padded, int is_back
     }
 }
 
+/* Queries that are ready as they lie, whole vectors of float32: they need no lines. */
+INLINE int has_plain_lines(const struct attention *op, const struct tile *tile) {
+    return op->dtype == DTYPE_F32 && op->head_dim == tile->padded;
+}
+
+/* Of LANES queries from `row` on; behind the last one it is repeated. */
+static void turn_queries(const struct attention *op, const struct task *task, const struct tile *tile, int64_t row, float *columns) {
+    const float *from[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        int64_t query = least(row + lane, tile->m - 1), token = op->group == 1 ? query : query / op->group;
+        from[lane] = (const float *)task->query + token * task->query_stride + (query - token * op->group) * op->head_dim;
+    }
+    for (int64_t i = 0; i < tile->padded; i += LANES) {
+        vec parts[LANES];
+#pragma GCC unroll 16
+        for (int lane = 0; lane < LANES; lane++)
+            parts[lane] = vec_load(from[lane] + i);
+        vec_transpose(parts);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < LANES; lane++)
+            vec_store(columns + (i + lane) * STRIP, parts[lane]);
+    }
+}
+
 static void start_rows(const struct attention *op, const struct task *task, const struct tile *tile) {
     float lines[LANES * tile->padded];
-    int64_t end = round_up(tile->m, STRIP);
-    memset(tile->sums, 0, (size_t)(end * tile->padded) * sizeof(float));
+    int64_t end = round_up(tile->m, LANES), token = 0, index = 0;
+    int is_plain = task->rope == NULL && has_plain_lines(op, tile);
+    memset(tile->sums, 0, (size_t)(round_up(end, STRIP) * tile->padded) * sizeof(float));
     for (int64_t row = 0; row < end; row++) {
         struct strip *strip = tile->strips + row / STRIP;
         int64_t at = row % STRIP, lane = row % LANES;
-        float *line = lines + lane * tile->padded;
-        if (row < tile->m)
-            pelton_take_query(op, task, row / op->group, row % op->group, line, tile->padded);
-        else
+        float *line = lines + lane * tile->padded, *columns = tile->queries + row / STRIP * tile->padded * STRIP + at - lane;
+        if (is_plain && lane == 0)
+            turn_queries(op, task, tile, row, columns);
+        else if (!is_plain && row < tile->m)
+            pelton_take_query(op, task, token, index, line, tile->padded);
+        else if (!is_plain)
             memset(line, 0, (size_t)tile->padded * sizeof(float));
         strip->base[at] = LOWEST_SCORE, strip->total[at] = 0.0f;
-        strip->position[at] = (int32_t)(kept_of(task->step, task->position + row / op->group + 1) - 1);
-        if (lane == LANES - 1)
-            turn_lines(lines, tile->queries + row / STRIP * tile->padded * STRIP + at - lane, tile->padded, 0);
+        strip->position[at] = (int32_t)(kept_of(task->step, task->position + token + 1) - 1);
+        if (!is_plain && lane == LANES - 1)
+            turn_lines(lines, columns, tile->padded, 0);
+        if (++index == op->group)
+            index = 0, token++;
+    }
+}
+
+/* Of LANES queries from `row` on, to where they go. */
+static void put_queries(const struct attention *op, const struct task *task, const struct tile *tile, int64_t row) {
+    const struct strip *strip = tile->strips + row / STRIP;
+    int64_t at = row % STRIP, count = least(LANES, tile->m - row);
+    const float *columns = tile->sums + row / STRIP * tile->padded * STRIP + at;
+    float factors[LANES] = {0}, *to[LANES];
+    for (int64_t lane = 0; lane < count; lane++) {
+        int64_t token = op->group == 1 ? row + lane : (row + lane) / op->group, index = row + lane - token * op->group;
+        int64_t place = token * op->num_heads + index;
+        factors[lane] = finish_query(op, task, task->head * op->group + index, place, strip->base[at + lane], strip->total[at + lane]);
+        to[lane] = (float *)task->output + place * op->head_dim;
+    }
+    vec factor = vec_load(factors);
+    for (int64_t i = 0; i < tile->padded; i += LANES) {
+        vec parts[LANES];
+#pragma GCC unroll 16
+        for (int lane = 0; lane < LANES; lane++)
+            parts[lane] = vec_load(columns + (i + lane) * STRIP) * factor;
+        vec_transpose(parts);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < LANES; lane++)
+            if (lane < count)
+                vec_store(to[lane] + i, parts[lane]);
     }
 }
 
 static void finish_rows(const struct attention *op, const struct task *task, const struct tile *tile) {
     float lines[LANES * tile->padded];
+    if (task->states == NULL && has_plain_lines(op, tile)) {
+        for (int64_t row = 0; row < tile->m; row += LANES)
+            put_queries(op, task, tile, row);
+        return;
+    }
     for (int64_t row = 0; row < tile->m; row++) {
         const struct strip *strip = tile->strips + row / STRIP;
         int64_t at = row % STRIP, lane = row % LANES, place = row / op->group * op->num_heads + row % op->group;

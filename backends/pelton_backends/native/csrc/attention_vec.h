@@ -5,7 +5,22 @@
 #include "attention.h"
 #include "lines.h"
 
-INLINE vec vec_max(vec a, vec b) { return vec_select(a > b, a, b); } /* b where either is NaN */
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
+/* b where either is NaN */
+INLINE vec vec_max(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE__)
+    return (vec)_mm_max_ps((__m128)a, (__m128)b);
+#else
+    return vec_select(a > b, a, b);
+#endif
+}
 INLINE ivec ivec_all(int32_t number) { return number - (ivec){0}; }
 
 INLINE float vec_highest(vec numbers) {

@@ -14,6 +14,7 @@ struct linear {
     int64_t output_stride;              /* numbers between rows of the output */
     float eps, post_eps, soft_cap;      /* soft_cap 0: none; of ACTIVATION_SWIGLU_OAI what gate and up are clamped to */
     int32_t unit_offset, post_unit_offset, activation, is_logits, dtype, is_packed;
+    int32_t bare_activation;            /* of results without a gate: its number and 1; 0: none */
 };
 
 /* Rows of one call. Row i of a product reads row rows[i] of hidden and residual, row i where rows is NULL. */

@@ -297,7 +297,7 @@ INLINE void finish_row(const struct linear *op, const float *sums, int64_t first
 
 static void finish(const struct linear *op, float *sums, int64_t m, int64_t first, int64_t count, char *output,
                    size_t row_bytes) {
-    if (op->soft_cap > 0.0f || op->activation > ACTIVATION_SILU) {
+    if (op->soft_cap > 0.0f || op->activation > ACTIVATION_SILU || op->bare_activation) {
         pelton_vec_bf16.finish(op, sums, m, first, count, output, row_bytes);
         return;
     }

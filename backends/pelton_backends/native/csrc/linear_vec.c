@@ -354,7 +354,7 @@ INLINE void finish_gated(const struct linear *op, const float *sums, int64_t m, 
         for (int64_t i = 0; i < count; i += LANES) {
             vec gate = vec_round(vec_load(sums + i) + vec_load(bias + i), dtype);
             vec up = vec_round(vec_load(sums + PANEL / 2 + i) + vec_load(up_bias + i), dtype);
-            vec active = vec_round(is_silu ? silu(gate) : gelu(gate, op->activation), dtype);
+            vec active = vec_round(is_silu ? silu(gate) : activate(gate, op->activation), dtype);
             store_part(output, first + i, active * up, count - i, dtype);
         }
 }
@@ -378,7 +378,7 @@ INLINE void finish_oai(const struct linear *op, const float *sums, int64_t m, in
 }
 
 INLINE void finish_plain(const struct linear *op, const float *sums, int64_t m, int64_t first, int64_t count, char *output,
-                         size_t row_bytes, int is_logits, int dtype) {
+                         size_t row_bytes, int is_logits, int activation, int dtype) {
     float bias[PANEL];
     load_bias(op, first, count, bias, dtype);
     for (int64_t row = 0; row < m; row++, sums += PANEL, output += row_bytes)
@@ -388,6 +388,8 @@ INLINE void finish_plain(const struct linear *op, const float *sums, int64_t m, 
                 numbers = vec_round(numbers, dtype);
             if (is_logits && op->soft_cap > 0.0f)
                 numbers = capped(numbers, op->soft_cap);
+            if (activation != ACTIVATION_NONE)
+                numbers = activate(vec_round(numbers, dtype), activation);
             store_part(output, first + i, numbers, count - i, is_logits ? DTYPE_F32 : dtype);
         }
 }
@@ -403,9 +405,13 @@ INLINE void finish_rows(const struct linear *op, const float *sums, int64_t m, i
     else if (op->activation != ACTIVATION_NONE)
         finish_gated(op, sums, m, first, count, output, row_bytes, 0, dtype);
     else if (op->is_logits)
-        finish_plain(op, sums, m, first, count, output, row_bytes, 1, dtype);
+        finish_plain(op, sums, m, first, count, output, row_bytes, 1, ACTIVATION_NONE, dtype);
+    else if (op->bare_activation == 0)
+        finish_plain(op, sums, m, first, count, output, row_bytes, 0, ACTIVATION_NONE, dtype);
+    else if (op->bare_activation == ACTIVATION_GELU + 1)
+        finish_plain(op, sums, m, first, count, output, row_bytes, 0, ACTIVATION_GELU, dtype);
     else
-        finish_plain(op, sums, m, first, count, output, row_bytes, 0, dtype);
+        finish_plain(op, sums, m, first, count, output, row_bytes, 0, op->bare_activation - 1, dtype);
 }
 
 static void finish_bf16(const struct linear *op, float *sums, int64_t m, int64_t first, int64_t count, char *output,
