@@ -37,6 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker -p no:schemathesis"
     )  # of runs that tests start; see addopts
+    if (
+        _why_no_cuda()
+    ):  # looked at where a kernel is declared, and other folders' files may be imported before backends/triton's
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _why_no_cuda() -> str | None:
+    return why_not_here() or (None if torch_cuda_version() else "torch was built without CUDA")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -128,7 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path.parts)
     yield
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    reason = why_not_here() or (None if torch_cuda_version() else "torch was built without CUDA")
+    reason = _why_no_cuda()
     for item in marked:
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))

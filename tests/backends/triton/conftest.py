@@ -1,18 +1,12 @@
-"""Kernels on the CUDA device where there is one, else in Triton's interpreter on CPU tensors."""
+"""Kernels on the CUDA device where there is one, else in Triton's interpreter on CPU tensors (see tests/conftest.py)."""
 
 from __future__ import annotations
-
-import os
 
 import pelton_interpreter
 import pytest
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared: before any of them is imported
-
-
 if not HAS_CUDA:
     pelton_interpreter.mend()
 
