@@ -37,9 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker -p no:schemathesis"
     )  # of runs that tests start; see addopts
-    if (
-        _why_no_cuda()
-    ):  # looked at where a kernel is declared, and other folders' files may be imported before backends/triton's
+    # Read where a kernel is declared, and other folders' files may be imported before those of backends/triton.
+    if _why_no_cuda():
         os.environ["TRITON_INTERPRET"] = "1"
 
 
