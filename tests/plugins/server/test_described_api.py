@@ -54,6 +54,7 @@ SOUND: dict[str, list[dict[str, Any]]] = {
     "/v2/embed": [{"model": "fake", "texts": ["ab"], "embedding_types": ["float", "base64"]}],
     "/v1/load_lora_adapter": [],
     "/v1/unload_lora_adapter": [],
+    "/scale_elastic_ep": [],
 }  # fmt: skip
 """Bodies that are answered with 200, for each operation that takes one."""
 OF_POOLING = {
@@ -65,7 +66,7 @@ WITHOUT_BODY = (
     "POST /v1/responses/{response_id}/cancel", "POST /reset_prefix_cache", "POST /start_profile", "POST /stop_profile",
     "POST /sleep", "POST /wake_up", "GET /is_sleeping", "GET /tokenizer_info", "GET /health", "GET /ready", "GET /readyz",
     "GET /live", "GET /ping", "POST /ping", "GET /load", "GET /version", "GET /server_info", "GET /metrics", "GET /openapi.json",
-    "GET /docs",
+    "GET /docs", "POST /is_scaling_elastic_ep",
 )  # fmt: skip
 OPERATIONS = (*(f"POST {path}" for path in SOUND), *WITHOUT_BODY)
 ANSWERED = tuple(
