@@ -145,7 +145,7 @@ def test_openapi_lists_every_route_with_its_structs(shared):
         "/v1/completions/derender", "/inference/v1/generate", "/reset_prefix_cache", "/cohere/v2/chat", "/v2/chat", "/v2/embed",
         "/cohere/v2/embed",
         "/sleep", "/wake_up", "/is_sleeping", "/start_profile", "/stop_profile", "/server_info", "/readyz",
-        "/v1/responses/render", "/v1/messages/render",
+        "/v1/responses/render", "/v1/messages/render", "/scale_elastic_ep", "/is_scaling_elastic_ep",
     }  # fmt: skip
     chat = spec["paths"]["/v1/chat/completions"]["post"]
     assert chat["summary"] == "Answer a conversation."
