@@ -205,9 +205,13 @@ def test_serve_at_a_server(model, fake_flags, tmp_path, capsys):
         assert main(["bench", "serve", "--url", url, *argv, *rate, "--output-json", str(out)]) == 0
         # The same server, loaded with aborts and looked at afterwards.
         load = tmp_path / "load.json"
-        argv = ["--duration-s", "1.5", "--saturation-s", "0.6", "--saturation-concurrency", "4", "--sample-s", "0.2"]
-        bounds = ["--max-itl-growth", "1000", "--max-total-len", "64", "--abort-fraction", "0.3"]
-        assert main(["bench", "load", "--url", url, *argv, *bounds, "--output-json", str(load)]) == 0
+        argv = ["--saturation-s", "0.6", "--saturation-concurrency", "4", "--sample-s", "0.2"]
+        bounds = ["--max-itl-growth", "1000", "--max-total-len", "64", "--abort-fraction", "0.5"]
+        for duration_s in ("1.5", "15", "150"):  # how many requests that is follows from the machine's speed
+            timed = ["--duration-s", duration_s, "--output-json", str(load)]
+            assert main(["bench", "load", "--url", url, *argv, *bounds, *timed]) == 0
+            if read(load)["num_sent"] >= 30:
+                break
     result = read(out)
     assert (result["completed"], result["failed"], result["good_completed"]) == (12, 0, 12)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (240, 72)
