@@ -23,6 +23,16 @@ from pelton_platforms.cuda.driver import torch_cuda_version, why_not_here
 from pelton_platforms.device import sleeping
 
 
+def _why_no_cuda() -> str | None:
+    return why_not_here() or (None if torch_cuda_version() else "torch was built without CUDA")
+
+
+# Read where a kernel is declared and where triton is imported: other folders' files may come before those of backends/triton,
+# and that folder's conftest before any hook here.
+if _why_no_cuda():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("pelton")
     group.addoption(
@@ -37,13 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker -p no:schemathesis"
     )  # of runs that tests start; see addopts
-    # Read where a kernel is declared, and other folders' files may be imported before those of backends/triton.
-    if _why_no_cuda():
-        os.environ["TRITON_INTERPRET"] = "1"
-
-
-def _why_no_cuda() -> str | None:
-    return why_not_here() or (None if torch_cuda_version() else "torch was built without CUDA")
 
 
 @pytest.hookimpl(wrapper=True)

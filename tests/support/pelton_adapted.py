@@ -115,6 +115,12 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "mixed rows": ([-1, 2, 0, -1, 2, 2], {"size": 128, "parts": (128, 64, 64), "norm": True}),
     "rank 64": ([1, -1, 0], {"size": 192, "parts": (72,), "rank": 64}),
     "gate and up": ([0, -1, 1, 1, 0], {"size": 128, "parts": (64, 64), "norm": True, "activation": "silu"}),
+    "one row, less than a tile": ([2], {"size": 128, "parts": (12,)}),
+    "one row, two parts and less than a tile": ([0], {"size": 128, "parts": (16, 12), "norm": True}),
+    "one row of gate and up, less than a tile": (
+        [1],
+        {"size": 128, "parts": (10, 10), "norm": True, "activation": "silu"},
+    ),
     "one row of gate and up": ([1], {"size": 130, "parts": (48, 48), "norm": True, "activation": "silu", "rank": 32}),
 }
 """Products of few rows: their slots, and what they are made of."""

@@ -336,8 +336,8 @@ def store_low(low, step, y, first, rows_end, dtype: tl.constexpr, R: tl.constexp
 @triton.jit
 def low_places(low, first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, SECOND: tl.constexpr,
                THIRD: tl.constexpr):  # fmt: skip
-    """Where the words are that a program's rows meet [R, RANK]."""
-    rows = _adapter_rows(first, N, PARTS, R)
+    """Where the words are that a program's rows meet [R, RANK]; rows past the last one meet its: others are never written."""
+    rows = tl.minimum(_adapter_rows(first, N, PARTS, R), N * PARTS - 1)
     part = (rows >= SECOND).to(tl.int32) + (rows >= THIRD).to(tl.int32)
     return low + part[:, None] * RANK + tl.arange(0, RANK)[None, :]
 
