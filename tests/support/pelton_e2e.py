@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import random
 import re
@@ -241,15 +242,21 @@ def small_pool(family: str) -> int:
     return SMALL_POOL.get(family, 1 + 2 * 24)
 
 
+_offsets = itertools.count(random.SystemRandom().randrange(0, 16_000, 4), 4)
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port below those that the system hands out, or somebody may get it before it is used; each is given once."""
+    while True:
+        port = 14_001 + next(_offsets) % 16_000
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager
 def serving(
-    model: str, *flags: str, log: Path, timeout_s: float = 120.0
+    model: str, *flags: str, log: Path, timeout_s: float = 240.0
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`pelton serve` on a free port until the block ends; gives (base URL, process)."""
     port = free_port()
@@ -261,7 +268,7 @@ def serving(
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(OSError, urllib.error.HTTPError):
-                if urllib.request.urlopen(url + "/health", timeout=2).status == 200:
+                if urllib.request.urlopen(url + "/health", timeout=20).status == 200:
                     break
             if process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"the server did not come up (exit {process.poll()}):\n{log.read_text()[-4000:]}")
@@ -271,7 +278,7 @@ def serving(
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -290,14 +297,14 @@ def ranks_below(pid: int) -> list[int]:
 
 def gauge(url: str, name: str) -> float:
     """One of a server's metrics."""
-    with urllib.request.urlopen(url + "/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(url + "/metrics", timeout=60) as reply:
         found = re.search(rf"^pelton_{name}(?:{{.*}})? (\S+)$", reply.read().decode(), re.MULTILINE)
     assert found, name
     return float(found[1])
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether it holds before the time is over."""
+def eventually(condition: Callable[[], bool], seconds: float = 90.0) -> bool:
+    """Whether it holds before the time is over, which no machine is so slow as to need."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():

@@ -1,4 +1,4 @@
-"""`pelton serve` over engine processes whose steps take 20 ms and no model, and clients of it."""
+"""`pelton serve` over engine processes whose steps take 50 ms and no model, and clients of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -20,12 +20,33 @@ from pelton.testing import fake_engine
 
 ENGINE = "pelton.engine.process"
 API = "pelton_plugins.server.processes.api_process"
-LONG = 250  # tokens, of 20 ms each: all streams of a test run at once before the first one ends
+LONG = 1200
+"""Tokens of a stream that runs until the steps are hurried: a minute, of 50 ms each."""
 
 
 class Serving:
-    def __init__(self, url: str, process: psutil.Process) -> None:
+    def __init__(self, url: str, process: psutil.Process, folder: Path) -> None:
         self.url, self.process = url, process
+        self._hurry, self._hold_start = folder / "hurry", folder / "hold_start"
+
+    @contextlib.contextmanager
+    def hurried(self) -> Iterator[None]:
+        """Steps take no time."""
+        with _present(self._hurry):
+            yield
+
+    @contextlib.contextmanager
+    def without_starts(self) -> Iterator[None]:
+        """Engines that are started do not come up before this ends."""
+        with _present(self._hold_start):
+            yield
+
+    def end(self, streams: Sequence[threading.Thread]) -> None:
+        """Wait until all have ended."""
+        with self.hurried():
+            for stream in streams:
+                stream.join(120)
+            assert not any(stream.is_alive() for stream in streams)
 
     def children(self, program: str) -> list[psutil.Process]:
         return sorted((p for p in self.process.children() if program in _command(p)), key=lambda p: p.pid)
@@ -33,7 +54,7 @@ class Serving:
     def by_engine(self, name: str) -> dict[str, float]:
         """A metric's samples, summed by engine."""
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=20).text):
+        for family in text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=60).text):
             for sample in family.samples:
                 if sample.name == name:
                     engine = sample.labels["engine"]
@@ -41,7 +62,16 @@ class Serving:
         return found
 
     def healthy(self) -> bool:
-        return all(httpx.get(self.url + "/health", timeout=20).status_code == 200 for _ in range(6))
+        return all(httpx.get(self.url + "/health", timeout=60).status_code == 200 for _ in range(6))
+
+
+@contextlib.contextmanager
+def _present(file: Path) -> Iterator[None]:
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -64,7 +94,7 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         url = self.running.url + "/v1/completions"
-        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=self.body, timeout=60) as reply:
+        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=self.body, timeout=120) as reply:
             for part in reply.iter_text():
                 self.text += part
                 self.begun.set()
@@ -77,20 +107,22 @@ class Stream(threading.Thread):
 
 def starter(folders: pytest.TempPathFactory, log: Path, *flags: str) -> Callable[..., AbstractContextManager[Serving]]:
     """What starts a server, with more flags and a script of what goes wrong in its engines."""
-    model = fake_engine.make_model_folder(folders.mktemp("model"))
+    model = fake_engine.make_model_folder(folders.mktemp("model"), max_position_embeddings=2 * LONG)
     site = fake_engine.install(folders.mktemp("site"))
     given = [
         "--load-format", "dummy", "--distributed-executor-backend", "fake_engine",
-        "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "257", "--log-stats-interval-s", "0.5", *flags,
+        "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "8193", "--log-stats-interval-s", "0.5", *flags,
     ]  # fmt: skip
+    files = folders.mktemp("files")
 
     @contextlib.contextmanager
     def start(*more: str, script: dict[str, object] | None = None) -> Iterator[Serving]:
-        plugin_config = {"fake_engine": {"step_s": 0.02, **(script or {})}}
+        paths = {name: str(files / name) for name in ("hurry", "hold_start")}
+        plugin_config = {"fake_engine": {"step_s": 0.05, **paths, **(script or {})}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
             every = [*given, "--plugin-config", json.dumps(plugin_config), *more]
             with serving(str(model), *every, log=log) as (url, process):
-                yield Serving(url, psutil.Process(process.pid))
+                yield Serving(url, psutil.Process(process.pid), files)
 
     return start

@@ -253,7 +253,7 @@ class Running:
             threading.Event().wait(0.005)
         port = self._server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=20)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -264,7 +264,7 @@ class Running:
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         return self.client.post(path, json=body, **more)
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 3.0) -> bool:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 90.0) -> bool:
         for _ in range(int(seconds / 0.01)):
             if condition():
                 return True

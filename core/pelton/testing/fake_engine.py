@@ -41,6 +41,10 @@ class Script(msgspec.Struct, forbid_unknown_fields=True):
     """Script of failures; step numbers count from 0."""
 
     step_s: float = 0.0
+    hurry: str | None = None
+    """A path: steps take no time while a file is there."""
+    hold_start: str | None = None
+    """A path: an engine does not start while a file is there."""
     fail_start: str | None = None
     fail_from_engine: int = 0
     """`fail_start` is of engines from this number on."""
@@ -58,6 +62,8 @@ class ScriptedExecutor(FakeExecutor):
     def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> None:
         super().__init__(config, model, plugins)
         self.script = msgspec.convert(config.plugin_config.get("fake_engine", {}), Script)
+        while self.script.hold_start is not None and os.path.exists(self.script.hold_start):
+            time.sleep(0.01)
         if self.script.die_at_start:
             os.write(2, b"the device is on fire\n")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -75,7 +81,8 @@ class ScriptedExecutor(FakeExecutor):
         if output.step_id == self.script.kill_at_step:
             os.kill(os.getpid(), signal.SIGKILL)
         hangs = output.step_id == self.script.hang_at_step
-        return _SlowHandle(handle, 3600.0 if hangs else self.script.step_s)
+        hurries = self.script.hurry is not None and os.path.exists(self.script.hurry)
+        return _SlowHandle(handle, 3600.0 if hangs else 0.0 if hurries else self.script.step_s)
 
     def call(self, method: str, *args: Any) -> Any:
         if method == "sleep_s":
@@ -110,7 +117,7 @@ def install(folder: Path) -> Path:
     return folder
 
 
-def make_model_folder(folder: Path) -> Path:
+def make_model_folder(folder: Path, max_position_embeddings: int = 256) -> Path:
     """A Llama's config.json and a byte-level tokenizer with a token for every byte; no weights."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -126,7 +133,7 @@ def make_model_folder(folder: Path) -> Path:
     )
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 256, "eos_token_id": EOS_ID, "hidden_size": 8, "num_attention_heads": 1,
+        "max_position_embeddings": max_position_embeddings, "eos_token_id": EOS_ID, "hidden_size": 8, "num_attention_heads": 1,
         "num_key_value_heads": 1, "num_hidden_layers": 1, "intermediate_size": 8,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))

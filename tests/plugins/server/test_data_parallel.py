@@ -1,10 +1,9 @@
-"""`pelton serve -dp 2` over engine processes whose steps take 20 ms and no model: one port, figures by engine, and no engine that takes
+"""`pelton serve -dp 2` over engine processes whose steps take 50 ms and no model: one port, figures by engine, and no engine that takes
 the other's requests with it."""
 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,9 +30,9 @@ def started(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Callable[...
 @pytest.fixture(scope="module", params=["1", None], ids=["one-api-process", "two-api-processes"])
 def server(started, request) -> Iterator[Serving]:
     count = [] if request.param is None else ["--api-server-count", request.param]
-    with started("--max-step-s", "2", *count) as running:
+    with started("--max-step-s", "4", *count) as running:
         assert len(running.children(API)) == (2 if request.param is None else 0)
-        assert eventually(lambda: running.by_engine("pelton_engine_up") == {"0": 1, "1": 1}, 20)
+        assert eventually(lambda: running.by_engine("pelton_engine_up") == {"0": 1, "1": 1})
         yield running
 
 
@@ -43,15 +42,9 @@ def streams(running: Serving) -> list[Stream]:
     while len(found) < 4 or min(running.by_engine(RUNNING).values()) == 0:
         assert len(found) < 20
         found.append(Stream(running))
-        assert found[-1].begun.wait(20)
-        assert eventually(lambda: sum(running.by_engine(RUNNING).values()) == len(found), 20)
+        assert found[-1].begun.wait(120)
+        assert eventually(lambda: sum(running.by_engine(RUNNING).values()) == len(found))
     return found
-
-
-def ended(found: list[Stream]) -> None:
-    for stream in found:
-        stream.join(40)
-    assert not any(stream.is_alive() for stream in found)
 
 
 def test_requests_are_spread_and_counted_by_engine(server, log):
@@ -61,7 +54,8 @@ def test_requests_are_spread_and_counted_by_engine(server, log):
     held = server.by_engine(RUNNING)
     if not server.children(API):  # it knows at once what it has sent itself
         assert held == {"0": 2, "1": 2}
-    ended(found)
+    assert eventually(lambda: all(f"Engine 00{e}: running: {n:.0f}" in log.read_text() for e, n in held.items()))
+    server.end(found)
     assert all(stream.is_whole for stream in found)
     after = [server.by_engine(name) for name in (tokens, ends)]
     gain = [
@@ -69,16 +63,14 @@ def test_requests_are_spread_and_counted_by_engine(server, log):
     ]
     assert gain == [{engine: LONG * count for engine, count in held.items()}, held]
     assert eventually(lambda: server.by_engine(RUNNING) == {"0": 0, "1": 0})
-    text = log.read_text()
-    assert all(f"Engine 00{engine}: running: {count:.0f}" in text for engine, count in held.items())
 
 
 def test_a_client_that_hangs_up_frees_its_engine(server):
     for _ in range(2):
         with httpx.stream("POST", server.url + "/v1/completions", json=asked(LONG), timeout=60) as reply:
             next(reply.iter_text())
-    assert eventually(lambda: server.by_engine(RUNNING) == {"0": 0, "1": 0})
-    assert server.by_engine("pelton_kv_cache_usage_perc") == {"0": 0, "1": 0}
+    for name in (RUNNING, "pelton_kv_cache_usage_perc"):
+        assert eventually(lambda name=name: server.by_engine(name) == {"0": 0, "1": 0})
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -88,43 +80,43 @@ def test_an_engine_that_dies_or_hangs_loses_its_own_requests_only(server, how):
     held = server.by_engine(RUNNING)
     first, second = server.children(ENGINE)
     second.send_signal(how)
-    began = time.monotonic()
     num_ok = 0
     while num_ok == 0 or sum(server.by_engine("pelton_engine_restarts_total").values()) == restarts:
         # The server takes requests meanwhile. One that is sent to an engine before it is known to hang is lost with it.
         assert server.healthy()
-        reply = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=20)
+        reply = httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
         num_ok += reply.status_code == 200
-        assert time.monotonic() - began < 15
-    ended(found)
+    server.end(found)
     lost = [stream for stream in found if not stream.is_whole]
     assert len(lost) in held.values()
     for stream in lost:
         assert "which ran this request, is gone" in stream.text and stream.text.endswith("data: [DONE]\n\n")
         assert how == signal.SIGKILL or "made no progress" in stream.text
     assert num_ok > 0
-    assert eventually(lambda: server.by_engine("pelton_engine_up") == {"0": 1, "1": 1}, 30)
+    assert eventually(lambda: server.by_engine("pelton_engine_up") == {"0": 1, "1": 1})
     assert sum(server.by_engine("pelton_engine_restarts_total").values()) == restarts + 1
     assert first in server.children(ENGINE) and second not in server.children(ENGINE)
     # An API process may hear of the engine's return after it has sent one more request to the other.
-    assert eventually(lambda: both_answer(server), 20)
+    assert eventually(lambda: both_answer(server))
 
 
 def both_answer(running: Serving) -> bool:
     before = running.by_engine("pelton_generation_tokens_total")
-    found = [Stream(running, 20) for _ in range(4)]
-    ended(found)
+    running.end(found := [Stream(running, 20) for _ in range(4)])
     assert all(stream.is_whole for stream in found)
     after = running.by_engine("pelton_generation_tokens_total")
     return all(after[engine] > before.get(engine, 0) for engine in ("0", "1"))
 
 
 def test_without_engines_the_server_says_so_and_recovers(server):
-    for engine in server.children(ENGINE):
-        engine.kill()
-    assert eventually(lambda: httpx.get(server.url + "/health", timeout=20).status_code == 503, 5)
-    assert eventually(server.healthy, 30)
-    assert httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    with server.without_starts():
+        for engine in server.children(ENGINE):
+            engine.kill()
+        assert eventually(lambda: httpx.get(server.url + "/health", timeout=60).status_code == 503)
+    assert eventually(server.healthy)
+    assert (
+        httpx.post(server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
+    )
 
 
 def test_processes_are_those_of_the_table(started):
@@ -133,7 +125,7 @@ def test_processes_are_those_of_the_table(started):
         family = running.process.children(recursive=True)
         assert len(family) + 1 == 2 + 2 + 1
         running.process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs([running.process, *family], 15)
+        _, alive = psutil.wait_procs([running.process, *family], 90)
         assert not alive
 
 
@@ -142,7 +134,7 @@ def test_prompts_that_begin_alike_meet_in_one_engine(started):
     with started("--api-server-count", "1", *flags) as running:
         for number in range(12):
             text = f"{number % 3} is how this prompt begins, and then it goes on: {number}"
-            reply = httpx.post(running.url + "/v1/completions", json={"prompt": text, "max_tokens": 2}, timeout=20)
+            reply = httpx.post(running.url + "/v1/completions", json={"prompt": text, "max_tokens": 2}, timeout=60)
             assert reply.status_code == 200
         hits, asked = (running.by_engine(f"pelton_prefix_cache_{name}_total") for name in ("hits", "queries"))
         assert sum(hits.values()) > 0.5 * sum(asked.values())
