@@ -26,7 +26,7 @@ LONG = 1200
 
 class Serving:
     def __init__(self, url: str, process: psutil.Process, folder: Path) -> None:
-        self.url, self.process = url, process
+        self.url, self.process, self.folder = url, process, folder
         self._hurry, self._hold_start = folder / "hurry", folder / "hold_start"
 
     @contextlib.contextmanager
