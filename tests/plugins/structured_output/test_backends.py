@@ -6,10 +6,11 @@ import json
 import random
 import subprocess
 import sys
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -274,25 +275,30 @@ def test_a_constraint_is_compiled_once(guidance):
     assert guidance.vocabulary.tokens.index(b"{") in allowed_tokens(other), "states are not shared"
 
 
-def test_a_regex_that_takes_too_long_is_stopped(context, monkeypatch):
-    from pelton.config import EngineConfig
+def allow(backend: OutlinesBackend | LLGuidanceBackend, seconds: float) -> None:
+    backend.settings = msgspec.structs.replace(backend.settings, grammar_compile_timeout_s=seconds)
+
+
+def test_a_regex_that_takes_too_long_is_stopped(context):
     from pelton_plugins.structured_output.index_process import IndexError_
 
-    config = EngineConfig.from_flat(grammar_compile_timeout_s=0.2)
-    outlines = OutlinesBackend(StructuredOutputContext(**{
-        name: getattr(context, name) for name in ("tokenizer_path", "vocab_size", "eos_token_ids")
-    }, engine_config=config))  # fmt: skip
+    outlines = OutlinesBackend(context)
+    allow(outlines, 90)
     outlines.compile(StructuredOutputsParams(regex="a"))  # its process runs
+    allow(outlines, 0.2)
     endless = StructuredOutputsParams(regex="(a|b)*a(a|b){22}")
     with pytest.raises(RequestError, match=r"more than 0\.2 s|memory"):
         outlines.compile(endless)
     with pytest.raises(IndexError_):
         outlines.build(endless, 0.1)
+    allow(outlines, 90)
     assert outlines.compile(StructuredOutputsParams(regex="ab?")), "it goes on with the next"
 
 
-def test_auto_says_which_it_chose(context, caplog):
+def test_auto_says_which_it_chose(context, caplog, monkeypatch):
+    monkeypatch.setattr("pelton_plugins.structured_output.auto._BUDGET_S", 90.0)
     auto = AutoBackend(context)
+    allow(auto._outlines, 90)
     with caplog.at_level("DEBUG", logger="pelton_plugins.structured_output.auto"):
         auto.compile(StructuredOutputsParams(choice=TEXTS))
         auto.compile(StructuredOutputsParams(regex=".{0,5000}b{0,5000}"))
@@ -380,25 +386,33 @@ def test_the_process_of_indexes_finds_its_package_where_this_process_does(tmp_pa
 
 
 def test_a_large_schema_that_takes_too_long_is_refused_in_time_while_others_compile(context):
-    """It takes 20 s and more."""
-    from pelton.config import EngineConfig
-
-    config = EngineConfig.from_flat(grammar_compile_timeout_s=1.0)
-    backend = LLGuidanceBackend(StructuredOutputContext(**{
-        name: getattr(context, name) for name in ("tokenizer_path", "vocab_size", "eos_token_ids")
-    }, engine_config=config))  # fmt: skip
+    """It takes 20 s and more, so it is stopped after one."""
+    backend = LLGuidanceBackend(context)
+    allow(backend, 90)
     wide = {"type": "object", "properties": {f"{index:x}": {} for index in range(18_000)}}
     large = {"type": "object", "properties": {f"property {index}": {"type": "integer"} for index in range(300)}}
     assert backend.compile(StructuredOutputsParams(json=large))  # its process runs
+    asked, others_are_done, check, limits = threading.Event(), threading.Event(), backend._process.check, []
+
+    def stopped_soon(source: str, timeout_s: float) -> str:
+        limits.append(timeout_s)
+        asked.set()
+        try:
+            return check(source, 1.0)
+        finally:
+            assert others_are_done.wait(90), "they wait for it"
+
+    backend._process.check = stopped_soon
     with ThreadPoolExecutor(1) as pool:
-        started = time.monotonic()
         job = pool.submit(backend.compile, StructuredOutputsParams(json=wide))
+        assert asked.wait(90)
         for size in range(5):
             assert backend.compile(StructuredOutputsParams(json={"maxLength": 3 + size, "type": "string"}))
-        assert not job.done()
+        others_are_done.set()
         with pytest.raises(RequestError, match=r"structured_outputs\.json cannot be compiled: it takes more than 1 s"):
             job.result()
-        assert time.monotonic() - started < 10.0
+    assert limits == [90], "as the settings say"
+    backend._process.check = check
     assert backend.compile(StructuredOutputsParams(json={**large, "title": "again"})), "it goes on with the next"
 
 
@@ -409,6 +423,8 @@ def test_a_small_constraint_is_not_waited_for_either(context, monkeypatch):
     backend = LLGuidanceBackend(StructuredOutputContext(**{
         name: getattr(context, name) for name in ("tokenizer_path", "vocab_size", "eos_token_ids")
     }, engine_config=config))  # fmt: skip
-    monkeypatch.setattr(LLGuidanceBackend, "_matcher", lambda self, source: time.sleep(1.0))
+    is_told = threading.Event()
+    monkeypatch.setattr(LLGuidanceBackend, "_matcher", lambda self, source: is_told.wait(90))
     with pytest.raises(RequestError, match=r"more than 0\.2 s"):
         backend.compile(StructuredOutputsParams(regex="a"))
+    is_told.set()
