@@ -89,9 +89,9 @@ def test_ranks_run_the_same_steps_whatever_each_measures():
 
         def agree(*seconds: float) -> tuple[float, ...]:
             measured[rank] = seconds
-            barrier.wait(5)
+            barrier.wait(60)
             found = tuple(max(both) for both in zip(*measured.values(), strict=True))
-            barrier.wait(5)
+            barrier.wait(60)
             return found
 
         return measure_speed(run, 2048, clock=lambda: now, agree=agree)
@@ -137,9 +137,10 @@ def test_a_bound_wins_over_the_speed():
 def test_a_worker_measures_its_model(tmp_path, monkeypatch):
     path = make_tiny_checkpoint(tmp_path / "llama", "llama")
     worker = make_worker(path, max_num_batched_tokens=2048)
-    forward = worker.model.forward
+    forward, sizes = worker.model.forward, []
 
     def slow(batch):
+        sizes.append(batch.num_tokens)
         end = time.process_time() + batch.num_tokens * 1e-3
         while time.process_time() < end:
             pass
@@ -151,7 +152,8 @@ def test_a_worker_measures_its_model(tmp_path, monkeypatch):
     assert fit.context_tokens == context_tokens(worker.model, worker.build.cache_layers.values())
     (note,) = [note for note in worker.report().notes if "max_num_batched_tokens" in note]
     assert note.startswith(f"max_num_batched_tokens {fit.num_tokens}: 0.") and " tokens/s" in note
-    assert worker.report().phase_s["measure speed"] < 1.0
+    assert worker.report().phase_s["measure speed"] > 0
+    assert set(sizes) == {4, 32, 128} and len(sizes) <= 9, "few steps, each again when it was held up"
     monkeypatch.setattr(type(worker.platform), "target_step_s", None)
     assert worker.fit_step() is None
     worker.shutdown()

@@ -27,7 +27,7 @@ NUM_WORDS = -(-VOCAB_SIZE // 32)
 
 def wait(address: int, value: int) -> None:
     """What a stream does."""
-    number, end = ctypes.c_int32.from_address(address), time.monotonic() + 20
+    number, end = ctypes.c_int32.from_address(address), time.monotonic() + 90
     while number.value < value:
         assert time.monotonic() < end, "nobody brought the masks"
         time.sleep(1e-4)
@@ -45,7 +45,7 @@ def masks(step_id: int, *rows: list[int], error: str = "") -> GrammarMasks:
 
 
 def until(happens: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 90
     while not happens():
         assert time.monotonic() < end
         time.sleep(1e-4)
@@ -72,7 +72,7 @@ def test_two_steps_in_turn_get_their_own_masks(device: ThreadPoolExecutor) -> No
         assert len(seen) == index, "it went on without its masks"
         ahead.bring(masks(index, *([index, row] for row in range(2 if index % 2 else 3))))
     for future in steps:
-        future.result(20)
+        future.result(90)
     assert seen == [[[index, row] for row in range(2 if index % 2 else 3)] for index in range(6)]
     assert not ahead.is_waiting
     ahead.settle()
@@ -92,8 +92,8 @@ def test_masks_that_are_wrong_let_the_device_go_on(device: ThreadPoolExecutor, w
     settled.join(0.01)
     assert settled.is_alive()
     ahead.bring(wrong)
-    assert error in opened.result(20).error
-    settled.join(20)
+    assert error in opened.result(90).error
+    settled.join(90)
     assert not settled.is_alive()
     ahead.bring(wrong)  # nobody waits any more
 
@@ -160,7 +160,7 @@ class Steps:
         return make_worker(checkpoint, device="cpu", cudagraph_mode="FULL")
 
     def run(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return self.begin(call, *arguments).result(20)
+        return self.begin(call, *arguments).result(90)
 
     def begin(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         @torch.inference_mode()
@@ -181,9 +181,9 @@ class Steps:
         if is_ahead:
             assert not launched.done()
             self.runner.bring_masks(brought)
-            result: ModelOutput = launched.result(20)
+            result: ModelOutput = launched.result(90)
         else:
-            assert launched.result(20) is None
+            assert launched.result(90) is None
             result = self.run(self.runner.sample, brought)
         self.driver.take(rows, None, result)
         for row, words in zip((0, 2), allowed, strict=True):
