@@ -34,7 +34,12 @@ def test_ends_are_judged(status, rest, body, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_server_survives_faults():
-    result = torment(ChaosArguments(duration_s=9, clients=8, mean_fault_s=1.0, seed=3))
-    assert [one for one in result["checks"] if not one["ok"]] == [], result
-    assert result["outcomes"]["whole"] > 10 and sum(result["faults"].values()) >= 3
+    """How many requests and faults a time is enough for follows from the machine's speed."""
+    for slower in (1, 4, 16):
+        result = torment(ChaosArguments(duration_s=9 * slower, clients=8, mean_fault_s=slower, seed=3))
+        assert [one for one in result["checks"] if not one["ok"]] == [], result
+        if result["outcomes"].get("whole", 0) > 10 and sum(result["faults"].values()) >= 3:
+            return
+    raise AssertionError(result)

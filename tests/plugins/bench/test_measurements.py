@@ -8,21 +8,22 @@ import random
 import shutil
 import ssl
 import statistics
-import time
 from pathlib import Path
 
+import pelton_virtual_time
 import pytest
 from pelton_e2e import serving
 from pelton_http import Answers, answering
+from pelton_virtual_time import Clock
 
 from pelton.cli.main import main
 from pelton.sampling_params import SamplingParams
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.bench import serve
 from pelton_plugins.bench.http_target import HttpTarget
 from pelton_plugins.bench.load import LoadArguments, measure
 from pelton_plugins.bench.load import render as render_load
 from pelton_plugins.bench.metrics import RequestTimes
-from pelton_plugins.bench.serve import send
 from pelton_plugins.bench.table.targets import Target, TargetState
 
 
@@ -204,14 +205,8 @@ def test_serve_at_a_server(model, fake_flags, tmp_path, capsys):
         rate = ["--num-prompts", "12", "--request-rate", "60", "--burstiness", "0.7", "--max-concurrency", "4"]
         assert main(["bench", "serve", "--url", url, *argv, *rate, "--output-json", str(out)]) == 0
         # The same server, loaded with aborts and looked at afterwards.
-        load = tmp_path / "load.json"
-        argv = ["--saturation-s", "0.6", "--saturation-concurrency", "4", "--sample-s", "0.2"]
-        bounds = ["--max-itl-growth", "1000", "--max-total-len", "64", "--abort-fraction", "0.5"]
-        for duration_s in ("1.5", "15", "150"):  # how many requests that is follows from the machine's speed
-            timed = ["--duration-s", duration_s, "--output-json", str(load)]
-            assert main(["bench", "load", "--url", url, *argv, *bounds, *timed]) == 0
-            if read(load)["num_sent"] >= 30:
-                break
+        argv = ["--saturation-concurrency", "4", "--max-total-len", "64", "--abort-fraction", "0.5"]
+        loaded = load_of(tmp_path / "load.json", "--url", url, *argv)
     result = read(out)
     assert (result["completed"], result["failed"], result["good_completed"]) == (12, 0, 12)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (240, 72)
@@ -220,12 +215,22 @@ def test_serve_at_a_server(model, fake_flags, tmp_path, capsys):
         assert len(times) == 6 and times == sorted(times)
     assert result["ttft_ms"]["p50"] > 0 and "p99" in result["itl_ms"]
     assert "requests/s of goodput (e2el <= 60000 ms)" in capsys.readouterr().out
-    loaded = read(load)
     assert loaded["num_aborted"] > 0 and loaded["num_completed"] > 0 and not loaded["errors"]
     checks = {check["name"]: check["ok"] for check in loaded["checks"]}
     assert checks["KV blocks held, share"]
     # This process is the client: its memory says nothing of the server's.
     assert "host memory growth, MiB" not in checks and [third["host_mib"] for third in loaded["thirds"]] == [None] * 3
+
+
+def load_of(out, *argv):
+    """What `bench load` writes; how long it has to take until enough requests are sent follows from the machine's speed."""
+    for seconds in (1, 10, 100):
+        timed = ["--duration-s", str(1.5 * seconds), "--saturation-s", str(0.6 * seconds), "--sample-s", "0.2"]
+        bounds = ["--max-itl-growth", "1000", "--max-host-growth-mib", "1000"]
+        assert main(["bench", "load", *argv, *timed, *bounds, "--output-json", str(out)]) == 0
+        if (result := read(out))["num_sent"] >= 40:
+            return result
+    raise AssertionError(f"it sent {result['num_sent']} requests")
 
 
 @pytest.fixture
@@ -280,11 +285,17 @@ def test_serve_without_a_server_says_so(capsys):
 
 
 def test_load_of_an_engine_of_its_own(model, fake_flags, tmp_path, capsys):
-    out = tmp_path / "load.json"
-    argv = ["--duration-s", "1.5", "--saturation-s", "0.6", "--saturation-concurrency", "8", "--sample-s", "0.2"]
-    bounds = ["--max-itl-growth", "1000", "--max-total-len", "48", "--abort-fraction", "0.3", "--load-fraction", "0.5"]
-    assert main(["bench", "load", model, *argv, *bounds, "--output-json", str(out), *fake_flags]) == 0
-    result = read(out)
+    argv = [
+        "--max-total-len",
+        "48",
+        "--abort-fraction",
+        "0.3",
+        "--load-fraction",
+        "0.5",
+        "--saturation-concurrency",
+        "8",
+    ]
+    result = load_of(tmp_path / "load.json", model, *argv, *fake_flags)
     assert result["num_sent"] == result["num_completed"] + result["num_aborted"]
     assert result["num_aborted"] > 0 and result["device"] == "fake"
     assert result["requests_per_s"] == pytest.approx(result["saturation"]["requests_per_s"] / 2)
@@ -342,9 +353,10 @@ class BadTarget(Target):
         ("hides its memory", {"device memory growth, MiB"}),
     ],
 )
-async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
+def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
     from pelton_plugins.bench import load
 
+    monkeypatch.setattr(load, "time", Clock)
     settle = load.settle
     monkeypatch.setattr(load, "settle", lambda target: settle(target, 0.05))
     monkeypatch.setattr(load, "DRAIN_S", 0.5)
@@ -355,7 +367,7 @@ async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
         duration_s=0.6, saturation_s=0.1, saturation_concurrency=4, load_fraction=0.5, sample_s=0.1, max_total_len=64,
         abort_fraction=0.2, max_host_growth_mib=1000,
     )  # fmt: skip
-    result = await measure(target, arguments)
+    result = pelton_virtual_time.run(measure(target, arguments))
     assert {check["name"] for check in result["checks"] if not check["ok"]} == broken
     assert result["num_sent"] > 20 and target.is_closed
     if "requests failed" in broken:
@@ -364,47 +376,55 @@ async def test_load_sees_what_is_wrong(fault, broken, monkeypatch):
 
 
 @pytest.mark.parametrize("is_client_late", [True, False])
-async def test_load_tells_a_late_client_from_an_engine_that_stands_still(is_client_late):
+def test_load_tells_a_late_client_from_an_engine_that_stands_still(is_client_late, monkeypatch):
     """For 0.2 s nothing goes on: in the client, which then sends late, or in the engine, whose requests wait on."""
+    from pelton_plugins.bench import load
+
+    monkeypatch.setattr(load, "time", Clock)
 
     class Halting(BadTarget):
         has_halted = False
 
         async def request(self, prompt, num_tokens, stop_after, times) -> None:
-            began = time.perf_counter()
+            began = Clock.perf_counter()
             if self.was_settled and not self.has_halted:
-                self.has_halted, self.until = True, time.perf_counter() + 0.2
+                self.has_halted, self.until = True, Clock.perf_counter() + 0.2
                 if is_client_late:
-                    time.sleep(0.2)
-                    began = time.perf_counter()
+                    Clock.sleep(0.2)
+                    began = Clock.perf_counter()
+            elif not self.was_settled:
+                await asyncio.sleep(0.002)
             if self.was_settled and not is_client_late:
-                await asyncio.sleep(max(self.until - time.perf_counter(), 0.0))
-            times.tokens = [time.perf_counter() - began + 0.001 * index for index in range(num_tokens)]
+                await asyncio.sleep(max(self.until - Clock.perf_counter(), 0.0))
+            times.tokens = [Clock.perf_counter() - began + 0.001 * index for index in range(num_tokens)]
 
     arguments = LoadArguments(
-        duration_s=1.5, saturation_s=0.1, saturation_concurrency=1, load_fraction=0.01, sample_s=0.1, max_total_len=64,
+        duration_s=1.5, saturation_s=0.1, saturation_concurrency=1, load_fraction=0.5, sample_s=0.1, max_total_len=64,
         abort_fraction=0.0, max_host_growth_mib=1000,
     )  # fmt: skip
-    result = await measure(Halting(), arguments)
+    result = pelton_virtual_time.run(measure(Halting(), arguments))
     first = result["thirds"][0]
     late, waited = first["sent_late_ms"]["max"], first["ttft_ms"]["max"]
     assert (late > 150 > waited) if is_client_late else (waited > 150 > late)
     assert "SENT LATE P99" in render_load(result | {"device": "none"})
 
 
-async def test_load_of_an_engine_that_is_gone_ends_early(monkeypatch, capsys):
+def test_load_of_an_engine_that_is_gone_ends_early(monkeypatch, capsys):
     from pelton_plugins.bench import load
 
+    monkeypatch.setattr(load, "time", Clock)
     monkeypatch.setattr(load, "GIVE_UP_AFTER", 20)
     arguments = LoadArguments(
         duration_s=600, saturation_s=0.1, saturation_concurrency=2, load_fraction=0.5, max_host_growth_mib=1000
     )
-    result = await measure(BadTarget("dies"), arguments)
+    result = pelton_virtual_time.run(measure(BadTarget("dies"), arguments))
     assert result["duration_s"] < 60 and not result["checks"][0]["ok"]
     assert "requests failed: the load ends" in capsys.readouterr().err
 
 
-async def test_sending_keeps_to_the_times_and_the_concurrency():
+def test_sending_keeps_to_the_times_and_the_concurrency(monkeypatch):
+    monkeypatch.setattr(serve, "time", Clock)
+
     class Counting(BadTarget):
         in_flight = most = 0
 
@@ -415,15 +435,16 @@ async def test_sending_keeps_to_the_times_and_the_concurrency():
             self.in_flight -= 1
             times.tokens = [0.02]
 
-    loop = asyncio.get_running_loop()
-    target, began = Counting(), loop.time()
-    requests = [([1], 1)] * 6
-    done = await send(target, requests, [0.0] * 5 + [0.3])
-    assert target.most == 5 and 0.3 <= loop.time() - began < 0.6
+    async def sent(*given, **more):
+        return await serve.send(*given, **more), Clock.perf_counter()
+
+    target, requests = Counting(), [([1], 1)] * 6
+    done, took_s = pelton_virtual_time.run(sent(target, requests, [0.0] * 5 + [0.3]))
+    assert target.most == 5 and took_s == pytest.approx(0.32)
     assert all(times.tokens for times in done)
     target = Counting()
-    await send(target, requests, [0.0] * 6, max_concurrency=2)
-    assert target.most == 2
+    _, took_s = pelton_virtual_time.run(sent(target, requests, [0.0] * 6, max_concurrency=2))
+    assert target.most == 2 and took_s == pytest.approx(0.06)
 
 
 def test_host_counts_every_stage(tmp_path, capsys):

@@ -230,9 +230,10 @@ class _Chaos:
         return arguments.num_engines * arguments.num_ranks if arguments.num_ranks > 1 else 0
 
     def _all_are_back(self) -> bool:
-        """With one engine of several the server is healthy too."""
-        wanted = self.arguments.num_engines, self._num_ranks_wanted
-        return (self._num_engines_alive(), self._num_ranks_alive()) == wanted
+        """With one engine or one API process of several the server is healthy too."""
+        wanted = self.arguments.num_engines, self._num_ranks_wanted, self.arguments.api_server_count
+        num_servers = len(_children(self.process.pid, API))
+        return (self._num_engines_alive(), self._num_ranks_alive(), num_servers) == wanted
 
     def _num_engines_alive(self) -> int:
         return len(_children(self.process.pid, ENGINE))
