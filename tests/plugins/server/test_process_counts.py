@@ -21,7 +21,7 @@ def processes(num_ranks: int, num_engines: int) -> Counter[str]:
         server = psutil.Process(process.pid)
         family = [server, *server.children(recursive=True)]
         found = Counter(_part(one.cmdline()) for one in family)
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=90)
     assert not alive
     return found
 

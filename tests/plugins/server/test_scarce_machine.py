@@ -76,8 +76,8 @@ def test_a_cache_folder_that_cannot_be_written_leaves_nothing(checkpoint, tmp_pa
     monkeypatch.setenv("TMPDIR", str(temporary))
     with serving(checkpoint, "--max-num-seqs", "2", log=tmp_path / "log") as (_, process):
         process.terminate()
-        assert process.wait(30) == 0
-    end = time.monotonic() + 5
+        assert process.wait(90) == 0
+    end = time.monotonic() + 90
     while (left := list(Path(temporary).glob("pelton-*"))) and time.monotonic() < end:
         time.sleep(0.1)
     assert not left

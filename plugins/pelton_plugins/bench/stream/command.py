@@ -205,7 +205,7 @@ def own_server(
                 sys.stderr.write("The server ended:\n" + "".join(lines[-40:]))
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
 
