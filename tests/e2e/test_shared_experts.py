@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, references_in
+from pelton_e2e import Reference, eventually, generate, greedy, greedy_reference, make_llm, references_in
 from safetensors.torch import load_file, save_file
 
 from pelton import LLM
 from pelton.errors import ConfigError
+from pelton.messages.outputs import EngineOutputs
 from pelton.testing.models import make_tiny_checkpoint
 
 NUM_TOKENS = 16
@@ -32,6 +32,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
 def counts(llm: LLM) -> list[dict[str, int]]:
     """Of the first rank of each engine."""
     return [engine.client.call("worker.lock_step_counts") for engine in llm.llm_engine.client._engines]
+
+
+def settled(llm: LLM) -> list[dict[str, int]]:
+    """Counts once all engines have made the last step."""
+    assert eventually(lambda: len({one["steps"] + one["dummy_steps"] for one in counts(llm)}) == 1)
+    return counts(llm)
 
 
 def balance_of(llm: LLM) -> dict[str, Any]:
@@ -55,9 +61,9 @@ def test_ids_equal_transformers_with_experts_that_all_tokens_take(made: Callable
 def check_ids(llm: LLM, reference: Reference) -> None:
     """In a batch, alone, and in a batch again."""
     assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
-    before = counts(llm)
+    before = settled(llm)
     assert generate(llm, reference.prompts[-1:], greedy(NUM_TOKENS)) == reference.outputs[-1:]  # alone, a prefix hit
-    after = counts(llm)
+    after = settled(llm)
     ran, idle = ({name: after[engine][name] - before[engine][name] for name in before[engine]} for engine in range(2))
     assert ran["steps"] == idle["dummy_steps"] >= NUM_TOKENS and idle["steps"] == 0
     time.sleep(0.2)
@@ -68,28 +74,27 @@ def check_ids(llm: LLM, reference: Reference) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_is_lost_takes_its_group_along_and_all_come_back(
-    started: tuple[LLM, Reference], how: signal.Signals
+    started: tuple[LLM, Reference], how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, reference = started
-    engines = llm.llm_engine.client._engines
-    lost_at: list[float] = []
+    client, engines = llm.llm_engine.client, llm.llm_engine.client._engines
+    get_outputs, lost = client.get_outputs, []
 
-    def lose() -> None:
-        lost_at.append(time.monotonic())
-        os.kill(engines[1].client.pid, how)
+    def lose_one(timeout_s: float | None = None) -> EngineOutputs:
+        found = get_outputs(timeout_s)
+        if found.outputs and not lost:
+            lost.append(engines[1].client.pid)
+            os.kill(lost[0], how)
+        return found
 
-    threading.Timer(0.3, lose).start()
+    monkeypatch.setattr(client, "get_outputs", lose_one)
     prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
     outputs = llm.generate(prompts, greedy(300), use_tqdm=False)
-    assert time.monotonic() - lost_at[0] < 1.5
     messages = [output.error.message for output in outputs if output.error is not None]
     assert len(messages) == len(prompts)
     assert any("Engine 1, which ran this request, is gone" in message for message in messages)
     assert any("Cause: engine 1, with which it shares its experts, is gone." in message for message in messages)
-    deadline = time.monotonic() + 30
-    while not all(engine.is_up for engine in engines):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert eventually(lambda: all(engine.is_up for engine in engines))
     assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
 
 

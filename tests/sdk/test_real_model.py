@@ -34,8 +34,8 @@ def test_the_layout_of_processes_does_not_change_the_tokens(real: dict[str, Any]
     with LLM(engine_process=True, **real) as llm:
         assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
         assert llm.kv_cache_usage() == 0.0
-        began = time.monotonic()
-    assert time.monotonic() - began < 2  # shut down, torch and all
+        process = llm.llm_engine.client._connection.process
+    assert process.returncode == 0  # it has ended by itself, torch and all
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
 
 

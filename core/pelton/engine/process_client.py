@@ -214,13 +214,13 @@ class EngineConnection(Channel):
             while self.process.poll() is None:
                 poller.poll(None if pidfd is not None else int(POLL_S * 1000))
                 self.take_messages()
-            if poller.poll(20):  # what it sent before it died may still be on its way
+            if poller.poll(20 if self._ready.done() else 1000):  # what it sent before it died may still be on its way
                 self.take_messages()
         finally:
             if pidfd is not None:
                 os.close(pidfd)
             self._from_engine.close(0)
-            self._stderr_thread.join(0.3)
+            self._stderr_thread.join(0.3 if self._ready.done() else 3.0)
             error = EngineDeadError(self._describe_end())
             if not self._ready.done():
                 self._ready.set_exception(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -44,7 +45,7 @@ class StandIn:
         self._in.bind(protocol.address(socket_dir, protocol.INPUT_SOCKET))
         self._outs: dict[int, zmq.Socket[bytes]] = {}
         self._peer: bytes | None = None
-        self._check_at = self._check_until = 0.0
+        self._check_at = self._check_until = math.inf
         self._decoder = protocol.decoder_for_front_end()
 
     def run(self) -> None:
@@ -85,14 +86,15 @@ class StandIn:
             self._check_peer(far, index)
 
     def _check_from_now(self) -> None:
-        """Somebody has gone, perhaps our node: not as many times as there are messages, but for as long as its socket may take some."""
+        """Somebody has gone, perhaps our node: not as many times as there are messages, but for as long as its socket may take some,
+        and once more at the end, however late that is."""
         self._check_at = time.monotonic()
         self._check_until = self._check_at + CHECK_S
 
     def _check_peer(self, far: zmq.Socket[bytes], index: int) -> None:
         now = time.monotonic()
-        if self._peer is not None and self._check_at <= now < self._check_until:
-            self._check_at = now + POLL_MS / 1000
+        if self._peer is not None and self._check_at <= now:
+            self._check_at = now + POLL_MS / 1000 if now < self._check_until else math.inf
             self._send_far(far, b"", index)
 
     def _take_far(self, far: zmq.Socket[bytes], index: int, first: bytes) -> None:

@@ -61,7 +61,7 @@ def node(model: str, log: Path, **flags: object) -> Iterator[subprocess.Popen[by
         yield process
     finally:
         process.terminate()
-        process.wait(15)
+        process.wait(90)
 
 
 def engines_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -82,19 +82,19 @@ def test_a_nodes_engine_answers_as_the_servers_and_comes_back(reference: Referen
         counters = [metric for metric in llm.get_metrics() if isinstance(metric, Counter)]
         counted = {one.labels["engine"]: one.value for one in counters if one.name == "pelton_generation_tokens"}
         assert counted == {"0": 2 * NUM_TOKENS, "1": 2 * NUM_TOKENS}
-        (engine,) = engines_of(process)
+        (engine,), second = engines_of(process), llm.llm_engine.client._engines[1]
+        life = second.client.pid
         engine.send_signal(signal.SIGKILL)
-        second = llm.llm_engine.client._engines[1]
-        assert eventually(lambda: not second.is_up or second.client.error is not None, 20)
+        assert eventually(lambda: not second.is_up or second.client.error is not None or second.client.pid != life)
         prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
         outputs = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False)
         assert any(output.error is None for output in outputs)  # the server's own goes on
-        assert eventually(lambda: second.is_up and second.client.error is None, 60), log.read_text()
+        assert eventually(lambda: second.is_up and second.client.error is None), log.read_text()
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
         assert engines_of(process) and engines_of(process)[0].pid != engine.pid
         children = [*engines_of(process)]
     assert process.returncode == 0
-    assert eventually(lambda: not any(child.is_running() for child in children), 5)
+    assert eventually(lambda: not any(child.is_running() for child in children))
 
 
 def test_without_the_secret_nobody_gets_through() -> None:
