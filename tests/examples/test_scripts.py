@@ -87,7 +87,7 @@ def test_demo_server():
     url = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=60) as client:
-            assert eventually(lambda: is_up(client), 120), process.poll()
+            assert eventually(lambda: is_up(client), 240), process.poll()
             body = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 4}
             whole = client.post("/generate", json=body).json()["text"][0]
             assert whole.startswith("The capital of France is") and "Paris" in whole

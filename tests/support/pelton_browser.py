@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "headless_shell")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 
 def find_browser() -> str | None:

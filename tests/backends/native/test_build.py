@@ -43,7 +43,7 @@ def sources(tmp_path, monkeypatch):
 
 def run_python(code, **environment):
     return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=240
     )
 
 

@@ -38,5 +38,5 @@ def compile_program(folder, sanitizer):
 
 @pytest.mark.parametrize("sanitizer, check", GRID)
 def test_the_pool_keeps_its_promises(programs, sanitizer, check):
-    result = subprocess.run([str(programs(sanitizer)), check], capture_output=True, text=True, timeout=100)
+    result = subprocess.run([str(programs(sanitizer)), check], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -80,7 +80,7 @@ async def test_text_goes_to_who_takes_it_while_the_consumer_sleeps(tokenizer: To
     await asyncio.sleep(0)
     assert found == [("ab", 2), ("efg", 3)]
     bench.say("h", "r", finish_reason=FinishReason.STOP)
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, 60)
     assert found[-1] == ("h", 1) and sink.found == [("c", 1), ("d", 1)]
 
 
@@ -141,9 +141,9 @@ async def test_a_request_that_cannot_be_processed_ends_alone(tokenizer: Tokenize
     assert done.aborted == ["bad"]
     assert [stats.finish_reason for stats in done.stats.finished_requests] == ["error"]
     with pytest.raises(EngineError, match="KeyError: 'no such token'"):
-        await asyncio.wait_for(tasks[0], 1)
+        await asyncio.wait_for(tasks[0], 60)
     bench.say("c", "bad", "good", finish_reason=FinishReason.STOP)
-    await asyncio.wait_for(tasks[1], 1)
+    await asyncio.wait_for(tasks[1], 60)
     assert bench.processor.num_unfinished == 0
 
 

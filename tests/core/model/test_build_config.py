@@ -92,4 +92,4 @@ def test_an_activation_that_is_not_there_is_named(hidden_act):
 )
 def test_what_lists_and_chooses_does_without_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

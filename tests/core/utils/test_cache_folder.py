@@ -52,7 +52,7 @@ print(folder, folder.is_dir(), flush=True)
 end_process(3)
 """
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
     folder, was_there = result.stdout.split()
     assert result.returncode == 3 and was_there == "True" and not Path(folder).exists(), result.stderr
 

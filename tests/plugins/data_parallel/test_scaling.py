@@ -59,7 +59,7 @@ class Fleet:
         """Take outputs until these requests have ended."""
         found: list[EngineOutput] = []
         while {one.request_id for one in found} < set(names):
-            batches = await asyncio.wait_for(self.client.get_outputs_async(), 20)
+            batches = await asyncio.wait_for(self.client.get_outputs_async(), 60)
             found += [one for batch in batches for one in batch.outputs if one.finish_reason is not None]
         return found
 
@@ -69,7 +69,7 @@ def done(request_id: str) -> EngineOutput:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(4000):
+    for _ in range(18_000):
         if holds():
             return
         await asyncio.sleep(0.005)
@@ -80,7 +80,7 @@ async def test_engines_join_and_leave_and_requests_go_on():
     fleet = Fleet(1)
     follow = asyncio.create_task(fleet.ended("a", "b", "c", "d", "e"))
     fleet.send("a")
-    await asyncio.wait_for(fleet.scale(3), 20)
+    await asyncio.wait_for(fleet.scale(3), 60)
     assert [engine.rank for engine in fleet.open] == [0, 1, 2]
     fleet.send("b", "c", "d")
     first, second, third = fleet.open
@@ -94,7 +94,7 @@ async def test_engines_join_and_leave_and_requests_go_on():
     await until(lambda: not fleet.client._engines[1].num_in_flight)
     assert not leaving.done() and not second.is_closed, "c runs"
     third.say(done("c"))
-    assert await asyncio.wait_for(leaving, 20) is True
+    assert await asyncio.wait_for(leaving, 60) is True
     assert fleet.open == [first] and second.is_closed and third.is_closed
     first.say(done("a"), done("d"), done("e"))
     found = await follow
@@ -107,7 +107,7 @@ async def test_what_is_left_at_the_end_of_the_time_ends_with_a_reason():
     fleet = Fleet(2)
     follow = asyncio.create_task(fleet.ended("b"))
     fleet.send("a", "b")
-    await asyncio.wait_for(fleet.scale(1, 0.05), 20)
+    await asyncio.wait_for(fleet.scale(1, 0.05), 60)
     [lost] = await follow
     assert lost.finish_reason == FinishReason.ERROR and lost.error is not None and lost.error.status == 503
     assert "did not finish within 0.05 s. Send it again." in lost.error.message
@@ -120,7 +120,7 @@ async def test_a_joined_engine_is_started_again_and_one_that_dies_while_it_leave
     joined: list[int] = []
     fleet.client.supervise(5, lambda info, index: joined.append(index))
     follow = asyncio.create_task(fleet.ended("x"))
-    await asyncio.wait_for(fleet.scale(2), 20)
+    await asyncio.wait_for(fleet.scale(2), 60)
     second = fleet.open[1]
     second.die()
     await until(lambda: second.num_starts == 2 and fleet.client._engines[1].is_up)
@@ -130,7 +130,7 @@ async def test_a_joined_engine_is_started_again_and_one_that_dies_while_it_leave
     leaving = fleet.scale(1)
     await until(lambda: fleet.client._engines[1].is_leaving)
     second.die()
-    assert await asyncio.wait_for(leaving, 20)
+    assert await asyncio.wait_for(leaving, 60)
     [lost] = await follow
     assert lost.error is not None and "was killed" in lost.error.message
     second.may_restart.set()
@@ -170,7 +170,7 @@ async def test_one_change_at_a_time_and_none_while_engines_sleep():
         await fleet.scale(3)
     assert caught.value.status == 409
     fleet.started[1].say(done("b"))
-    await asyncio.wait_for(first, 20)
+    await asyncio.wait_for(first, 60)
     await follow
     fleet.started[0].answers["is_sleeping"] = True
     with pytest.raises(RequestError, match="Wake them up first") as caught:
@@ -207,7 +207,7 @@ async def test_engines_that_share_experts_all_leave_and_as_many_as_are_wanted_st
     assert caught.value.status == 503
     for engine, name in zip(fleet.started[:2], ("a", "b"), strict=True):
         engine.say(done(name))
-    assert await asyncio.wait_for(changing, 20)
+    assert await asyncio.wait_for(changing, 60)
     await follow
     before, now = fleet.started[:2], fleet.open
     assert all(engine.is_closed for engine in before) and [engine.rank for engine in now] == [0, 1, 2]
@@ -219,7 +219,7 @@ async def test_engines_that_share_experts_all_leave_and_as_many_as_are_wanted_st
     assert fleet.client.error is None
     fleet.send("d")
     # One that dies takes those along that are there now.
-    assert await asyncio.wait_for(fleet.scale(1, 0.0), 20)
+    assert await asyncio.wait_for(fleet.scale(1, 0.0), 60)
     assert fleet.open[0].config.parallel.data_parallel_store is None
     fleet.client.shutdown()
 
@@ -250,7 +250,7 @@ async def test_a_shutdown_waits_for_no_start_and_leaves_nothing(is_group: bool) 
     may_start = threading.Event()
 
     def wait(config: EngineConfig) -> None:
-        may_start.wait(20)
+        may_start.wait(120)
 
     fleet.failing = wait
     changing = fleet.scale(2)
@@ -258,7 +258,7 @@ async def test_a_shutdown_waits_for_no_start_and_leaves_nothing(is_group: bool) 
     await asyncio.sleep(0.1)
     fleet.client.shutdown()
     with pytest.raises(EngineDeadError, match="shut down"):
-        await asyncio.wait_for(changing, 10)
+        await asyncio.wait_for(changing, 60)
     may_start.set()
     await until(lambda: len(fleet.started) == (3 if is_group else 2) and not fleet.open)
     follow.cancel()
@@ -280,7 +280,7 @@ def test_a_program_without_an_event_loop():
     fleet.send("a", "b")
     threading.Timer(0.05, lambda: fleet.open[1].say(done("b"))).start()
     found: list[EngineOutputs] = []
-    assert eventually(lambda: any(one.outputs for one in found) or found.append(fleet.client.get_outputs(1)), 20)
+    assert eventually(lambda: any(one.outputs for one in found) or found.append(fleet.client.get_outputs(1)))
     fleet.client.call("scale_elastic_ep", 1, 1.0)
     assert len(fleet.open) == 1
     fleet.client.shutdown()

@@ -58,7 +58,7 @@ def test_ranks_on_two_nodes_answer_as_transformers_and_one_that_ends_is_named(cl
         with pytest.raises(EngineDeadError, match=rf"Rank 1 \(pid {pids[1]} on "):
             for _ in range(200):
                 generate(llm, prompts, greedy(NUM_TOKENS))
-    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_cluster_without_room_says_what_it_has(cluster: object, tmp_path: Path
 def test_only_who_knows_the_token_is_a_rank() -> None:
     token = bytes(32)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(10)
+        listener.settimeout(60)
         port = listener.getsockname()[1]
         told: list[object] = []
 

@@ -168,7 +168,7 @@ def test_start_prints_table_and_a_curl_line_that_works(launch):
     command = re.search(r"^  (curl .*)$", server.text, re.MULTILINE)[1]
     out = subprocess.run(["bash", "-c", command + " -s"], capture_output=True, text=True, check=True, timeout=60).stdout
     assert json.loads(out)["choices"][0]["message"]["content"] == "Hello, world."
-    assert [card["id"] for card in httpx.get(url + "/v1/models").json()["data"]] == ["shown"]
+    assert [card["id"] for card in httpx.get(url + "/v1/models", timeout=60).json()["data"]] == ["shown"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -216,7 +216,7 @@ def test_health_says_503_while_the_model_loads(launch, tmp_path):
     assert "loading the model" in reply.json()["error"]["message"]
     held_by.unlink()
     url = server.wait_ready()
-    assert httpx.get(url + "/health").status_code == 200
+    assert httpx.get(url + "/health", timeout=60).status_code == 200
 
 
 def test_a_signal_while_the_model_loads_ends_it(launch):
@@ -271,7 +271,7 @@ def test_tls_files_are_checked_before_loading(launch, tmp_path):
     assert server.wait_end() == 2
     assert f"pelton serve: ssl_certfile {gone} cannot be loaded (No such file or directory)." in server.text
     server = launch("--port", "0", "--ssl-certfile", cert, "--ssl-keyfile", key)
-    assert httpx.get(server.wait_ready() + "/health", verify=False).status_code == 200
+    assert httpx.get(server.wait_ready() + "/health", verify=False, timeout=60).status_code == 200
 
 
 def test_only_a_signal_makes_an_end_while_loading_a_success(launch):
@@ -287,7 +287,7 @@ def test_the_printed_address_works_without_the_proxy(launch):
     server = launch("--port", "0", "--root-path", "/llm")
     url = server.wait_ready()
     assert "/llm" not in server.wait_for(r"curl \S+/v1/chat/completions")[0]
-    assert httpx.get(url + "/v1/models").status_code == 200
+    assert httpx.get(url + "/v1/models", timeout=60).status_code == 200
 
 
 def test_a_reachable_address_without_a_key_is_refused(launch):
@@ -299,13 +299,13 @@ def test_a_reachable_address_without_a_key_is_refused(launch):
 def test_keys_come_from_flags_and_the_environment(launch):
     server = launch("--port", "0", "--api-key", "flag-key")
     url = server.wait_ready()
-    assert httpx.get(url + "/v1/models").status_code == 401
-    assert httpx.get(url + "/v1/models", headers={"Authorization": "Bearer flag-key"}).status_code == 200
+    assert httpx.get(url + "/v1/models", timeout=60).status_code == 401
+    assert httpx.get(url + "/v1/models", headers={"Authorization": "Bearer flag-key"}, timeout=60).status_code == 200
     assert "flag-key" not in server.text
     other = launch("--port", "0", environ={"PELTON_API_KEY": "env-key"})
     url = other.wait_ready()
-    assert httpx.get(url + "/v1/models").status_code == 401
-    assert httpx.get(url + "/v1/models", headers={"Authorization": "Bearer env-key"}).status_code == 200
+    assert httpx.get(url + "/v1/models", timeout=60).status_code == 401
+    assert httpx.get(url + "/v1/models", headers={"Authorization": "Bearer env-key"}, timeout=60).status_code == 200
 
 
 def test_an_unknown_flag_is_an_error(launch):

@@ -97,7 +97,7 @@ def test_an_unknown_model_is_looked_for_by_the_resolvers(client):
 
 
 def test_metrics_name_the_adapters(client):
-    text = httpx.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    text = httpx.get(str(client.base_url).replace("/v1/", "/metrics"), timeout=60).text
     (line,) = [line for line in text.splitlines() if "lora_requests_info{" in line]
     assert 'max_lora="2"' in line
     assert 'running_lora_adapters=""' in line

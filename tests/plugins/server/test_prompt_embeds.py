@@ -186,7 +186,10 @@ def test_wrong_ones_are_refused_and_the_server_goes_on(server, more, param, word
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param), error
     assert re.search(words, error["message"])
-    assert httpx.post(url + "/v1/completions", json={"prompt_embeds": good, "max_tokens": 1}).status_code == 200
+    assert (
+        httpx.post(url + "/v1/completions", json={"prompt_embeds": good, "max_tokens": 1}, timeout=60).status_code
+        == 200
+    )
 
 
 def test_numbers_that_are_not_finite_are_refused(server):

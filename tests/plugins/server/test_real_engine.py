@@ -203,27 +203,30 @@ def test_bad_templates_are_the_clients_error(url, template):
         asked = pool.submit(httpx.post, url + "/v1/chat/completions", json=body, timeout=60)
         answered_meanwhile = 0
         while not asked.done():
-            assert httpx.get(url + "/health").status_code == 200
+            assert httpx.get(url + "/health", timeout=60).status_code == 200
             answered_meanwhile += not asked.done()
             time.sleep(0.05)
         reply = asked.result()
     assert answered_meanwhile or "range" not in template, "others wait for the template"
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "BadRequestError"), reply.text
-    assert httpx.post(url + "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).status_code == 200
+    assert (
+        httpx.post(url + "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}, timeout=60).status_code
+        == 200
+    )
 
 
 def test_a_template_of_the_request_is_used(url):
     body = {"messages": MESSAGES, "chat_template": "{{ messages[0]['content'] }}!"}
     assert httpx.post(
-        url + "/detokenize", json={"tokens": httpx.post(url + "/tokenize", json=body).json()["tokens"]}
+        url + "/detokenize", json={"tokens": httpx.post(url + "/tokenize", json=body).json()["tokens"]}, timeout=60
     ).json() == {"prompt": "Hello there!"}
 
 
 def test_tokenize_agrees_with_chat(client, url):
     usage = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1).usage
-    tokens = httpx.post(url + "/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    tokens = httpx.post(url + "/tokenize", json={"messages": MESSAGES}, timeout=60).json()["tokens"]
     assert len(tokens) == usage.prompt_tokens
-    text = httpx.post(url + "/detokenize", json={"tokens": tokens}).json()["prompt"]
+    text = httpx.post(url + "/detokenize", json={"tokens": tokens}, timeout=60).json()["prompt"]
     assert "Hello there" in text and text.endswith("assistant\n")
 
 
@@ -239,7 +242,7 @@ def test_metrics_count_and_rest_at_zero(client, url):
     assert gauge(url, "prefix_cache_hits_total") >= 48
     assert gauge(url, "time_to_first_token_seconds_count") >= 2
     assert eventually(lambda: gauge(url, "num_requests_running") == 0 and gauge(url, "kv_cache_usage_perc") == 0)
-    text = httpx.get(url + "/metrics").text
+    text = httpx.get(url + "/metrics", timeout=60).text
     assert 'model_name="tiny"' in text and "pelton_cache_config_info{" in text
     assert 'pelton_step_host_seconds_count{engine="0"' in text and "pelton_startup_phase_seconds{" in text
 

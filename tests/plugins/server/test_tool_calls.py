@@ -90,7 +90,7 @@ def test_answers_that_a_tool_parser_reads_are_counted(hermes):
         hermes.llm.answer = answer
         assert hermes.post(CHAT, {"messages": HI, "tools": [WEATHER], "stream": is_streamed}).status_code == 200
     assert hermes.post(CHAT, {"messages": HI}).status_code == 200
-    told = httpx.get(f"{hermes.url}/metrics").text
+    told = httpx.get(f"{hermes.url}/metrics", timeout=60).text
     assert 'pelton_tool_call_parser_invocations_total{outcome="calls",parser="hermes"} 2.0' in told
     assert 'pelton_tool_call_parser_invocations_total{outcome="no_calls",parser="hermes"} 1.0' in told
     told, added = hermes.state.http_metrics.take(), HttpMetrics()
