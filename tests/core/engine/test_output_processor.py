@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pelton_pace import store_s
 
 from pelton.config import EngineConfig
 from pelton.engine.input_processor import InputProcessor
@@ -518,13 +519,13 @@ async def test_pending_cumulative_outputs_are_replaced(bench: Bench) -> None:
 
 
 def test_the_step_path_of_a_request_that_wants_ids_at_the_end_is_short() -> None:
-    """0.4 µs measured on one AMD EPYC core; the bound leaves room for a busy machine."""
+    """0.4 µs measured on one AMD EPYC core, ten times what a store into a dict takes; the bound leaves room for a busy machine."""
     bench = Bench(None, disable_log_stats=True)
     for index in range(128):
         bench.add(str(index), max_tokens=None, output_kind=FINAL_ONLY)
     batch = EngineOutputs(outputs=[EngineOutput(request_id=str(index), new_token_ids=[1]) for index in range(128)])
     best = min(_seconds(lambda: bench.processor.process(batch, 0.0)) for _ in range(50))
-    assert best / 128 < 4e-6
+    assert best / 128 < 90 * store_s()
 
 
 def test_tokens_that_nobody_is_told_of_yet_count_in_all_statistics(tokenizer):

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from pelton_pace import store_s
 
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.kv_cache.hashing import BlockHasher
@@ -433,7 +434,7 @@ def test_the_step_that_needs_nothing_costs_microseconds():
     request.append([1])
     request.go_on()
     best = min(_seconds_of_100(manager, request) for _ in range(20))
-    assert best < 100 * 5e-6
+    assert best / 100 < 110 * store_s()
 
 
 def _seconds_of_100(manager, request):

@@ -67,8 +67,9 @@ def test_agrees_with_the_gguf_package_on_the_demo_model_and_is_quick():
     file = GGUFFile(path)
     tokens = file.strings("tokenizer.ggml.tokens")
     merges = file.strings("tokenizer.ggml.merges")
-    assert time.process_time() - start < 0.5
+    took_s, start = time.process_time() - start, time.process_time()
     theirs = gguf.GGUFReader(path)
+    assert took_s < (time.process_time() - start) / 5
     assert tokens == theirs.fields["tokenizer.ggml.tokens"].contents()
     assert merges == theirs.fields["tokenizer.ggml.merges"].contents()
     places = {t.name: (t.data_offset, t.n_bytes, tuple(int(d) for d in t.shape[::-1])) for t in theirs.tensors}
