@@ -81,7 +81,7 @@ class Handler(logging.Handler):
     def emit(self, record):
         told.set()
 logger.addHandler(handler := Handler())
-assert told.wait(30)
+assert told.wait(90)
 logger.removeHandler(handler)
 """
 NAMED = "of acme_plugin (acme_plugin 0.3)"
@@ -286,8 +286,9 @@ def test_a_slow_import_is_told(install, caplog, monkeypatch):
     monkeypatch.setattr("pelton.plugins.SLOW_LOAD_S", 0.02)
     install("\nimport time\ntime.sleep(0.05)\n" + hook("pelton_models", ""))
     plugins = load_plugins()
-    assert "Plugin acme_plugin (acme_plugin 0.3) takes 0.1 s to import" in caplog.text
-    assert plugins.loaded[-1].load_s >= 0.05
+    load_s = plugins.loaded[-1].load_s
+    assert f"Plugin acme_plugin (acme_plugin 0.3) takes {load_s:.1f} s to import" in caplog.text
+    assert load_s >= 0.05
 
 
 @pytest.mark.parametrize("load", ["module", "module:", ":name"])

@@ -96,7 +96,7 @@ def test_demo_server():
             assert client.post("/generate", json={**body, "temperature": 9}).status_code == 400
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(90)
 
 
 def is_up(client: httpx.Client) -> bool:

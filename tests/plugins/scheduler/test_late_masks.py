@@ -36,7 +36,7 @@ class SlowGrammar(FakeGrammar):
     def fill_bitmask(self, row, draft_token_ids=()) -> None:
         if self.position + len(draft_token_ids) == 2 and not self.may_end.is_set():
             self.num_late += 1
-            self.may_end.wait(20)
+            self.may_end.wait(90)
         super().fill_bitmask(row, draft_token_ids)
 
 

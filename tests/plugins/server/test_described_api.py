@@ -104,7 +104,7 @@ def described(generating, pooling):
         method, path = name.split()
 
         def check(case: Any) -> Any:
-            reply = case.call(timeout=20)
+            reply = case.call(timeout=60)
             case.validate_response(reply, checks=checks)
             return reply
 
@@ -173,7 +173,7 @@ def test_what_is_described_holds(described, name, mode):
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_curl(shared):
     def curl(*arguments: str) -> str:
-        command = ["curl", "-sS", "--max-time", "20", *arguments]
+        command = ["curl", "-sS", "--max-time", "60", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     body = '{"prompt": "ab", "max_tokens": 3, "stream": true}'

@@ -31,9 +31,9 @@ class Ranks(ParallelContext):
 
     def all_gather(self, tensor, dim=-1):
         self._brought[self.rank] = tensor
-        self._barrier.wait(30)
+        self._barrier.wait(90)
         found = torch.cat(self._brought, dim)
-        self._barrier.wait(30)
+        self._barrier.wait(90)
         return found
 
 

@@ -23,7 +23,7 @@ from pelton_plugins.executors.in_process import InProcessExecutor
 from pelton_plugins.executors.multiproc.rank import own_plan
 from pelton_plugins.executors.one_rank import OneRank
 
-NUM_STAGES, WITHIN_S = 2, 20.0
+NUM_STAGES, WITHIN_S = 2, 90.0
 Messages = defaultdict[tuple[int, int], "queue.Queue[Tensor]"]
 
 
