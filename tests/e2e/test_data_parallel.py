@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts
 from pelton_pages import settings
 
 from pelton import LLM
+from pelton.messages.outputs import EngineOutputs
 from pelton.metrics.snapshot import Counter
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
@@ -45,12 +45,19 @@ def test_two_engines_answer_as_transformers_and_one_that_dies_comes_back(referen
             assert held[0] and held[1] and not held[0] & held[1], "each has cores of its own, where there are enough"
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs  # with prefix hits
         assert llm.reset_prefix_cache() and llm.kv_cache_usage() == 0.0
-        second = llm.llm_engine.client._engines[1].client
+        second, get_outputs = llm.llm_engine.client._engines[1].client, llm.llm_engine.client.get_outputs
+
+        def once_all_are_sent(timeout_s: float | None = None) -> EngineOutputs:
+            patch.undo()
+            second.kill("the test kills it")
+            return get_outputs(timeout_s)
+
         os.kill(second.pid, signal.SIGSTOP)
-        threading.Timer(0.3, second.kill, ("the test kills it",)).start()
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in reference.prompts], greedy(NUM_TOKENS), use_tqdm=False
-        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm.llm_engine.client, "get_outputs", once_all_are_sent)
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in reference.prompts], greedy(NUM_TOKENS), use_tqdm=False
+            )  # fmt: skip
         assert [output.error is not None for output in outputs] == [False, True] * 3
         assert "was killed by SIGKILL. Cause: the test kills it" in outputs[1].error.message
         assert [list(output.outputs[0].token_ids) for output in outputs[::2]] == reference.outputs[::2]

@@ -101,7 +101,7 @@ def test_metrics_name_the_adapters(client):
     (line,) = [line for line in text.splitlines() if "lora_requests_info{" in line]
     assert 'max_lora="2"' in line
     assert 'running_lora_adapters=""' in line
-    assert time.time() - float(line.rpartition(" ")[2]) < 60
+    assert time.time() - float(line.rpartition(" ")[2]) < 3600
 
 
 def test_the_engine_sleeps_and_wakes_up(client):
@@ -127,8 +127,8 @@ def test_the_engine_sleeps_and_wakes_up(client):
         assert is_sleeping()
         assert httpx.post(url + "/wake_up?tags=kv_cache", timeout=60).status_code == 200
         assert complete(client, "first") == expected
-    assert gauge(url, "sleep_mode_operation_duration_seconds_count") >= 2
-    assert gauge(url, "sleep_mode_operations_in_flight") == 0
+    assert eventually(lambda: gauge(url, "sleep_mode_operation_duration_seconds_count") >= 2)
+    assert eventually(lambda: gauge(url, "sleep_mode_operations_in_flight") == 0)
     for path, param in (("/sleep?level=3", "level"), ("/sleep?level=deep", "level")):
         refused = httpx.post(url + path, timeout=60)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
