@@ -158,13 +158,24 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(
             return httpx.post(f"{url}/v1/completions", json=body | more, timeout=60)
 
         assert ask().json()["choices"][0]["token_ids"] == reference.outputs[2]
-        (victim, *_) = ranks_below(process.pid)
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json=body | {"max_tokens": 300, "stream": True}, timeout=60
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            os.kill(victim, signal.SIGKILL)
-            assert "was killed by SIGKILL" in "".join(lines)
-        assert eventually(lambda: ask().status_code == 200)
+
+        def rest_of_a_stream() -> str:
+            """What comes after a rank was killed, which may be the end of all where the server has been quicker."""
+            (victim, *_) = ranks_below(process.pid)
+            with httpx.stream(
+                "POST", f"{url}/v1/completions", json=body | {"max_tokens": 300, "stream": True}, timeout=60
+            ) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                os.kill(victim, signal.SIGKILL)
+                found = "".join(lines)
+            assert eventually(lambda: victim not in ranks_below(process.pid) and ask().status_code == 200)
+            return found
+
+        for _ in range(5):
+            found = rest_of_a_stream()
+            if "was killed by SIGKILL" in found:
+                break
+            assert '"error"' not in found, found
+        assert "was killed by SIGKILL" in found
         assert ask().json()["choices"][0]["token_ids"] == reference.outputs[2]

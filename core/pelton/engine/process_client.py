@@ -214,7 +214,7 @@ class EngineConnection(Channel):
             while self.process.poll() is None:
                 poller.poll(None if pidfd is not None else int(POLL_S * 1000))
                 self.take_messages()
-            if poller.poll(20 if self._ready.done() else 1000):  # what it sent before it died may still be on its way
+            while self._from_engine.poll(20 if self._ready.done() else 1000):  # what it sent may still be on its way
                 self.take_messages()
         finally:
             if pidfd is not None:
