@@ -287,11 +287,13 @@ def serving(
 def ranks_below(pid: int) -> list[int]:
     """Processes of ranks that descend from `pid`."""
     found = []
-    children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))  # of each thread
-    for child in map(int, children.split()):
-        if b"executors.multiproc.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
-            found.append(child)
-        found += ranks_below(child)
+    with contextlib.suppress(OSError):  # it has just ended
+        children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))  # of each thread
+        for child in map(int, children.split()):
+            with contextlib.suppress(OSError):
+                if b"executors.multiproc.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(child)
+            found += ranks_below(child)
     return found
 
 
