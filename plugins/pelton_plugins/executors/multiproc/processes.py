@@ -73,7 +73,7 @@ class RankProcess:
             return False
         return state in "Tt"
 
-    def describe_end(self, wait_s: float = 1.0) -> str:
+    def describe_end(self, wait_s: float = 5.0) -> str:
         try:
             code = self.process.wait(wait_s)
         except subprocess.TimeoutExpired:
