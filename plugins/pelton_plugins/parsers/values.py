@@ -32,13 +32,13 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
         found |= schema_types(target, root, depth + 1)
     if not found:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        found |= {_type_of(value) for value in values if isinstance(values, list)}
+        found |= {type_of(value) for value in values if isinstance(values, list)}
     if schema.get("nullable") is True:
         found.add("null")
     return found
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -59,7 +59,7 @@ def from_text(text: str, types: Set[str]) -> Any:
     if "boolean" in types and lowered in ("true", "false"):
         return lowered == "true"
     found = literal(stripped)
-    kind = _type_of(found)
+    kind = type_of(found)
     if kind == "number" and "integer" in types and "number" not in types and float(found).is_integer():
         return int(found)
     if kind == "integer" and "number" in types:
