@@ -43,6 +43,7 @@ class HarmonyParser(JsonParser):
         return {
             "type": "messages", "header_end": MESSAGE, "ends": [CALL, END, RETURN, START], "trigger": "to=",
             "content": either(calls), "repeats": is_parallel, "starts_inside": MESSAGE in begun,
+            "shown": [START, CHANNEL, MESSAGE, CONSTRAIN],
         }  # fmt: skip
 
     def script(self) -> Generator[None, None, None]:

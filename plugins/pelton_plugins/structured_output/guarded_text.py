@@ -199,7 +199,8 @@ def _thought(builder: Builder, free: FreeText, thought: Mapping[str, Any], behin
 
 def messages(builder: Builder, part: Mapping[str, Any], where: str, depth: int) -> str:
     """Messages of a header, `header_end` and a body, with one of `ends` behind it; the last of `ends` begins the next header itself. In a
-    header `trigger` is followed by `content`, which holds to the end of the body. starts_inside: the answer begins in a body."""
+    header `trigger` is followed by `content`, which holds to the end of the body. shown: special tokens that readers see, so that none is
+    hidden in a trigger. starts_inside: the answer begins in a body."""
     free, header, body = FreeText(builder), _Stops(), _Stops()
     ends, header_end, trigger = part["ends"], part["header_end"], part["trigger"]
     for text in (header_end, *ends[:-1], trigger):
@@ -212,10 +213,15 @@ def messages(builder: Builder, part: Mapping[str, Any], where: str, depth: int) 
     stops_body = [ids[text] for text in ends if text in ids]
     in_header, in_body = free.text(header), free.text(body)
 
-    def run(stops: _Stops, known: str) -> str:
-        return builder.rule(f"({free.text(stops, is_safe=True)}? {known})*") if known else '""'
+    shown = {builder.special[text] for text in part["shown"] if text in builder.special}
 
-    heads, bodies = run(header, free.others(stops_header)), run(body, free.others(stops_body))
+    def run(stops: _Stops, text: str, but: Sequence[int]) -> str:
+        made = [f"{free.text(stops, is_safe=True)}? {known}" if (known := free.others({*but, *shown})) else ""]
+        if seen := ",".join(str(one) for one in sorted(shown.difference(but))):
+            made.append(f"{text}? <[{seen}]>")
+        return builder.rule(f"({' | '.join(filter(None, made))})*") if any(made) else '""'
+
+    heads, bodies = run(header, in_header, stops_header), run(body, in_body, stops_body)
 
     def ended(stops: _Stops, text: str, marks: Sequence[str]) -> str:
         """Text, and one of some marks behind it."""

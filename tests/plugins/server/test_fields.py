@@ -334,7 +334,6 @@ def test_fields_within_a_field(server, body, name):
     assert error["param"] == name and error["message"].startswith(f"{name} is not offered: ")
 
 
-STRICT_TOOL = {"name": "f", "parameters": SCHEMA, "strict": True}
 WITHIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "response_format.json_schema": (
         "/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
@@ -344,12 +343,6 @@ WITHIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text.format": (
         "/v1/responses", {"input": "hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
         {"text": {"format": {"type": "json_schema", "name": "b", "description": "c", "schema": SCHEMA, "strict": False}}},
-    ),
-    "tools[].function": (
-        "/v1/chat/completions", {"messages": HI, "tools": TOOLS}, {"tools": [{"type": "function", "function": STRICT_TOOL}]},
-    ),
-    "tools[] of responses": (
-        "/v1/responses", {"input": "hi", "tools": [{"type": "function", **FUNCTION}]}, {"tools": [{"type": "function", **STRICT_TOOL}]},
     ),
     "thinking": (
         "/v1/messages", {"messages": HI, "max_tokens": 100, "thinking": {"type": "enabled"}},
@@ -369,8 +362,6 @@ def test_what_is_within_a_field_and_has_no_effect(server, place):
     names, _ = WITHIN_OF_NO_EFFECT[place]
     assert status == again == 200 and asked == also
     assert all(f"'{name}'" in str(more) for name in names)
-    for tool in drawn.get("tools", ()):  # the template may read it
-        tool["function"].pop("strict")
     assert drawn == rendered
 
 
