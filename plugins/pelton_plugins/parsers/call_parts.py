@@ -24,7 +24,7 @@ NOTES = frozenset(
 )
 """Keywords that ask for nothing."""
 _OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-_NAME = re.compile(r"[\w.\-]+")
+_NAME = re.compile(r"[\w.\-]+", re.ASCII)
 _PLAIN = re.compile(r"[^<>\n\"=]+")
 
 
@@ -231,9 +231,10 @@ class Tags:
         self, schema: Any, root: Mapping[str, Any], types: frozenset[str], name: str
     ) -> tuple[list[Part], bool]:
         """The ways to write values of one schema; whether any text is one."""
-        if schema is False or not isinstance(schema, (Mapping, bool)):
+        schema = {} if schema is True else schema
+        if not isinstance(schema, Mapping):
             raise Refused("false")
-        if schema is True or not schema.keys() - NOTES:
+        if not schema.keys() - NOTES:
             parts = [self._text({})]
             if self._text_before is not None:
                 parts.append(self._json({"type": sorted(ANY_TYPE - {"string"})}, name))

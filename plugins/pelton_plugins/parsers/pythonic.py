@@ -24,6 +24,7 @@ from pelton_plugins.parsers.call_parts import (
     text,
     with_definitions,
 )
+from pelton_plugins.parsers.machine import SPACE as SPACES
 from pelton_plugins.parsers.machine import ScriptParser, Steps, parameters_of, tool_names
 from pelton_plugins.parsers.values import dumps, from_text, literal, schema_types
 
@@ -61,11 +62,11 @@ class PythonicParser(ScriptParser):
             behind[name] = sequence(_arguments_of(name, tool), SPACE, ")")
         call = either([sequence(name, "(", SPACE, made) for name, made in behind.items()])
         rest = [many(sequence(SPACE, ",", SPACE, call))] if is_parallel else []
-        space = r"[\s\x1c-\x1f]*"
+        space, indent = r"[ \t\r\n]*", r"[ \t\r]*"
         triggers: list[Part] = [
             {
-                "pattern": rf"{space}\[{space}{re.escape(name)}{space}\(",
-                "beginning": rf"{space}\[{space}(\w[\w.\-]*{space})?",
+                "pattern": rf"{indent}\[{space}{re.escape(name)}{space}\(",
+                "beginning": rf"{indent}\[{space}([A-Za-z_][A-Za-z0-9_.\-]*{space})?",
                 "content": sequence(SPACE, made, *rest, SPACE, "]"),
             }
             for name, made in behind.items()
@@ -86,7 +87,7 @@ class PythonicParser(ScriptParser):
                     self._write(before)
                     continue
                 before += "["
-            elif self._line.strip():
+            elif self._line.strip(SPACES):
                 self._write(marker)
                 continue
             else:
@@ -99,7 +100,7 @@ class PythonicParser(ScriptParser):
     def _write(self, text: str) -> None:
         self.content(text)
         line = (self._line + text).rpartition("\n")[2]
-        self._line = line.strip()[:1] or line[-64:]
+        self._line = line.strip(SPACES)[:1] or line[-64:]
 
     def _calls(self) -> Steps[str | None]:
         """Read from behind the bracket. None: there were calls; else the text that was read."""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pelton_plugins.structured_output.structural_tags import Builder
 
-ANY = r"(?-u:[\x00-\xFE]*)"
+BYTE = r"(?-u:[\x00-\xFE])"
+ANY = f"{BYTE}*"
 """Any bytes but the one with which llguidance writes a special token."""
 _SPACE = r"[ \t\r\n]*"
 _SPECIAL_BYTE = 0xFF
@@ -253,11 +254,11 @@ def raw_text(builder: Builder, part: Mapping[str, Any], where: str, depth: int) 
     before = end if found is None else found[0]
     conditions = [f"/(?us:.{size}){quoted_regex(before)}/"]
     if found is None:
-        conditions.append(f"~/(?us:.*){quoted_regex(part.get('marker', end))}(?us:.+)/")
+        conditions.append(f"~/{ANY}{quoted_regex(part.get('marker', end))}{BYTE}{ANY}/")
     else:
         excludes.append(end)
     if excludes:
-        conditions.append(f"~/(?us:.*){_either(map(quoted_regex, excludes))}(?us:.*)/")
+        conditions.append(f"~/{ANY}{_either(map(quoted_regex, excludes))}{ANY}/")
     text = builder.terminal(" & ".join(conditions))
     if found is None:
         return builder.rule(text, suffix="[lazy]")

@@ -17,6 +17,7 @@ from pelton_plugins.structured_output.vocabulary import Vocabulary
 
 _MAX_PARTS, _MAX_DEPTH = 2000, 64
 _TEXT = r"/(?s:.*)/"
+_LONG_CHARS = 80
 _SPACE = r"/[ \t\r\n]{0,8}/"
 
 
@@ -43,6 +44,8 @@ class Builder:
         self._rules: list[str] = []
         self._grammars: list[dict[str, Any]] = []
         self._schemas: dict[str, str] = {}  # rules of those that were seen before
+        self._terminals: dict[str, str] = {}
+        self._bodies: dict[str, str] = {}
         self._reads_bytes = False
 
     def build(self, tag: Mapping[str, Any]) -> str:
@@ -79,7 +82,17 @@ class Builder:
     def terminal(self, body: str) -> str:
         """One that may read bytes which are no UTF-8."""
         self._reads_bytes = True
-        return self.rule(body, name="TEXT")
+        if body not in self._terminals:
+            self._terminals[body] = self.rule(body, name="TEXT")
+        return self._terminals[body]
+
+    def _shared(self, body: str) -> str:
+        """A long part as a rule, which parts that are equal have in common."""
+        if len(body) <= _LONG_CHARS:
+            return body
+        if body not in self._bodies:
+            self._bodies[body] = self.rule(body)
+        return self._bodies[body]
 
     def first_special(self, text: str) -> tuple[str, int, str] | None:
         """The text before the first special token in a literal, that token's id, and the text behind it."""
@@ -171,7 +184,7 @@ class Builder:
                 made.append(self._after_text(element, before, depth + 1))
                 continue
             made.append(self.part(element, before, depth + 1))
-        return "(" + " ".join(filter(None, made)) + ")"
+        return self._shared("(" + " ".join(filter(None, made)) + ")")
 
     def _after_text(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         """Text, and then a part that begins with a literal."""
@@ -191,7 +204,7 @@ class Builder:
     def _or(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         elements = _list(part.get("elements"), f"{where}.elements")
         made = [self.part(element, f"{where}.elements[{i}]", depth + 1) for i, element in enumerate(elements)]
-        return "(" + " | ".join(made) + ")"
+        return self._shared("(" + " | ".join(made) + ")")
 
     def _optional(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         return f"({self.part(part.get('content'), f'{where}.content', depth + 1)})?"
