@@ -52,9 +52,9 @@ def guarded(triggers: Sequence[Part], *, is_parallel: bool, excludes: Sequence[P
     return {"type": "guarded", "triggers": list(triggers), "excludes": list(excludes), "repeats": is_parallel}
 
 
-def is_held(context: ParserContext) -> bool:
-    """Return whether a grammar holds the calls to the functions: their JSON is whole and sound."""
-    return any(tool.get("strict") for tool in context.tools)
+def is_held(context: ParserContext, name: str | None = None) -> bool:
+    """Return whether a grammar holds the calls to the functions, or to one of them: their JSON is whole and sound."""
+    return any(tool.get("strict") and name in (None, tool["name"]) for tool in context.tools)
 
 
 def functions(context: ParserContext) -> list[tuple[str, Mapping[str, Any]]]:
@@ -112,13 +112,16 @@ def listed(call: Part, *, is_parallel: bool) -> Part:
 
 
 class Refused(Exception):
-    """What a schema asks for, and why it cannot be held."""
+    """A part of a schema that cannot be held: says which."""
 
 
 def arguments_apart(
     name: str, tool: Mapping[str, Any], what: str, value: Callable[[str, Any, Mapping[str, Any]], Part]
 ) -> list[tuple[bool, Part]]:
-    """Whether each argument has to be there, and its part, in the order of the schema. value: makes it from key, schema and root."""
+    """Return for each argument, in the order of the schema, whether it has to be there, and its part.
+
+    value: makes the part from key, schema and root.
+    """
     root = schema_of(tool)
     more = sorted(root.keys() - _OF_OBJECTS)
     place = ""

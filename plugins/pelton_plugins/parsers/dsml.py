@@ -110,7 +110,7 @@ class DSMLParser(JsonParser):
             marker = yield from self.until(ends)
         elif types - {"string"}:
             text = ""
-            if is_held(self.context):  # a text in it may have closing tags
+            if is_held(self.context, name):  # a text in it may have closing tags
                 text = yield from self.space()
                 if (yield from self.peek(1)) in ("{", "["):
                     parts: list[str] = []

@@ -189,7 +189,7 @@ class PythonicParser(ScriptParser):
 
 
 def _arguments_of(name: str, tool: Mapping[str, Any]) -> Part:
-    """What stands between the brackets of a call."""
+    """The arguments of a call, without its brackets."""
     if not tool.get("strict"):
         return {"type": "grammar", "grammar": _ANY_ARGUMENTS}
     made = arguments_apart(name, tool, "Python", lambda key, schema, root: _argument_of(name, key, schema, root))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from collections.abc import Mapping, Set
 from typing import Any
 
 ANY_TYPE = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_HALF = re.compile(r"[\ud800-\udfff]")
 MAX_REFERENCES = 8
 """A schema that refers to itself ends here."""
 
@@ -99,4 +101,5 @@ def as_json(value: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    written = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value) if _HALF.search(written) else written  # half of a pair is no text that can be sent

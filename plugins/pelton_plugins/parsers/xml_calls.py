@@ -118,12 +118,12 @@ class Qwen3CoderParser(JsonParser):
             key, end = yield from self._name()
             if end is None:
                 break
-            yield from self._parameter(key.strip().strip('"'), schema, written)
+            yield from self._parameter(key.strip().strip('"'), schema, written, is_held(self.context, name))
         yield from self.takes(self.FUNCTION_CLOSE)
         self.arguments("}" if written else "")
         self.end_call()
 
-    def _parameter(self, key: str, schema: Mapping[str, Any], written: set[str]) -> Steps[None]:
+    def _parameter(self, key: str, schema: Mapping[str, Any], written: set[str], is_text_held: bool) -> Steps[None]:
         properties = schema.get("properties")
         own = properties.get(key) if isinstance(properties, dict) else None
         types = schema_types(own, schema) or (ANY_TYPE if isinstance(own, dict) else frozenset())
@@ -132,7 +132,7 @@ class Qwen3CoderParser(JsonParser):
             yield from self._value(lambda text: None)
         elif types - {"string"}:
             parts: list[str] = []
-            if is_held(self.context):  # a text in it may have closing tags
+            if is_text_held:  # a text in it may have closing tags
                 parts.append((yield from self.space()))
                 if (yield from self.peek(1)) in ("{", "["):
                     yield from self.json_value(parts.append)

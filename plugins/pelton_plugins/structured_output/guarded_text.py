@@ -21,6 +21,7 @@ ANY = f"{BYTE}*"
 """Any bytes but the one with which llguidance writes a special token."""
 _SPACE = r"[ \t\r\n]*"
 _SPECIAL_BYTE = 0xFF
+_MAX_CHARS = 256
 
 
 def quoted_regex(text: str) -> str:
@@ -39,13 +40,15 @@ def _beginnings(text: str) -> str:
 
 @dataclass
 class _Stops:
-    """What a free text must not contain: regexes of texts from their first character up to the end of what stops them."""
+    """Regexes of what a free text must not contain: of texts from their first character up to the end of what stops them."""
 
     wholes: list[str] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     """The same of texts that end within it: no special token may come there, as it may be one that readers never see."""
 
     def add_text(self, text: str) -> None:
+        if not 0 < len(text) <= _MAX_CHARS:
+            raise ValueError(f"a text of {len(text)} characters; give 1 to {_MAX_CHARS}")
         self.wholes.append(ANY + quoted_regex(text))
         if beginnings := _beginnings(text):
             self.parts.append(ANY + beginnings)
