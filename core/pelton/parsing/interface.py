@@ -66,6 +66,8 @@ class OutputParser(ABC):
     """Ids that the server makes for calls are nine letters and digits."""
     reasoning_end: ClassVar[Sequence[str]] = ()
     """Texts after which the reasoning is over: a constraint on the answer's form holds from there on."""
+    reasoning_begin: ClassVar[Sequence[str]] = ()
+    """Texts that open the reasoning; none where the model thinks without one."""
 
     @abstractmethod
     def __init__(self, context: ParserContext) -> None: ...
@@ -74,6 +76,11 @@ class OutputParser(ABC):
     @abstractmethod
     def markers(cls, context: ParserContext) -> Collection[str] | None:
         """The texts that the format is made of. Where one is a special token, those of them are shown to the parser; None: all."""
+
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any] | None:
+        """A structural tag's `format` of answers whose calls keep to `context.tools`: arguments to their schema where `strict` is set."""
+        return None  # the format does not say
 
     @abstractmethod
     def feed(self, text: str) -> Sequence[Event]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
+from typing import Any
 
 from pelton.parsing.interface import ParserContext
+from pelton_plugins.parsers.call_parts import SPACE, Part, either, functions, guarded, json_arguments, many, sequence
 from pelton_plugins.parsers.json_calls import JsonParser
 from pelton_plugins.parsers.machine import Steps
 
@@ -19,6 +21,19 @@ class DeepSeekV31Parser(JsonParser):
     @classmethod
     def markers(cls, context: ParserContext) -> Collection[str]:
         return CALLS_OPEN, CALLS_CLOSE, CALL_OPEN, CALL_CLOSE, SEPARATOR
+
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any]:
+        call = either([cls._written(name, json_arguments(name, tool)) for name, tool in functions(context)])
+        more = [many(sequence(SPACE, CALL_OPEN, call))] if is_parallel else []
+        calls = sequence(SPACE, CALL_OPEN, call, *more, SPACE, CALLS_CLOSE)
+        triggers = [{"text": CALLS_OPEN, "content": calls}, {"text": CALL_OPEN, "content": call}]
+        return guarded(triggers, is_parallel=is_parallel)
+
+    @classmethod
+    def _written(cls, name: str, arguments: Part) -> Part:
+        """One call, behind its marker."""
+        return sequence(f"{name}{SEPARATOR}", SPACE, arguments, SPACE, CALL_CLOSE)
 
     def script(self) -> Generator[None, None, None]:
         while (marker := (yield from self.until((CALLS_OPEN, CALLS_CLOSE, CALL_OPEN), self.content))) is not None:
@@ -44,6 +59,10 @@ class DeepSeekV31Parser(JsonParser):
 class DeepSeekV3Parser(DeepSeekV31Parser):
     """The same with a type before the name, and the arguments in a fenced block:
     `function<｜tool▁sep｜>name` and, from the next line on, "```json", the arguments and "```"."""
+
+    @classmethod
+    def _written(cls, name: str, arguments: Part) -> Part:
+        return sequence(f"function{SEPARATOR}{name}\n```json\n", arguments, "\n```", SPACE, CALL_CLOSE)
 
     def _call(self, name: str) -> Steps[None]:
         name, marker = yield from self.gather(("\n", "```", "{", CALL_CLOSE))

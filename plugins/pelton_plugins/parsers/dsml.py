@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
+from typing import Any
 
 from pelton.parsing.interface import ParserContext
-from pelton_plugins.parsers.machine import ScriptParser, Steps, parameters_of
+from pelton_plugins.parsers.call_parts import (
+    SPACE,
+    Part,
+    Tags,
+    arguments_apart,
+    either,
+    functions,
+    guarded,
+    is_held,
+    many,
+    maybe,
+    sequence,
+)
+from pelton_plugins.parsers.json_calls import JsonParser
+from pelton_plugins.parsers.machine import Steps, parameters_of
 from pelton_plugins.parsers.values import ANY_TYPE, dumps, from_text, schema_types
 
 SIGN = "｜DSML｜"
@@ -17,7 +32,7 @@ TAG_END = '">'
 IS_TEXT = '" string="'
 
 
-class DSMLParser(ScriptParser):
+class DSMLParser(JsonParser):
     """`<｜DSML｜function_calls>`, in it `<｜DSML｜invoke name="f">` for each call, and in that `<｜DSML｜parameter name="x"
     string="true">text</｜DSML｜parameter>` for each parameter; V4 writes `tool_calls`.
 
@@ -27,6 +42,18 @@ class DSMLParser(ScriptParser):
     @classmethod
     def markers(cls, context: ParserContext) -> Collection[str]:
         return SIGN, *OPEN, *CLOSE, INVOKE, INVOKE_CLOSE, PARAMETER, PARAMETER_CLOSE
+
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any]:
+        call = either([
+            sequence(f"{name}{TAG_END}", SPACE, *_arguments(name, tool), INVOKE_CLOSE) for name, tool in functions(context)
+        ])  # fmt: skip
+        more = [many(sequence(SPACE, INVOKE, call))] if is_parallel else []
+        triggers: list[Part] = [
+            {"text": opening, "content": sequence(SPACE, INVOKE, call, *more, SPACE, closing)}
+            for opening, closing in zip(OPEN, CLOSE, strict=True)
+        ]
+        return guarded([*triggers, {"text": INVOKE, "content": call}], is_parallel=is_parallel)
 
     def script(self) -> Generator[None, None, None]:
         is_inside = False
@@ -82,7 +109,15 @@ class DSMLParser(ScriptParser):
         if key in written:  # a model that says it twice: the first counts
             marker = yield from self.until(ends)
         elif types - {"string"}:
-            text, marker = yield from self.gather(ends)
+            text = ""
+            if is_held(self.context, name):  # a text in it may have closing tags
+                text = yield from self.space()
+                if (yield from self.peek(1)) in ("{", "["):
+                    parts: list[str] = []
+                    yield from self.json_value(parts.append)
+                    text += "".join(parts)
+            more, marker = yield from self.gather(ends)
+            text += more
             self.arguments(head + dumps(from_text(text, types)))
         else:
             self.arguments(head + '"')
@@ -97,3 +132,22 @@ class DSMLParser(ScriptParser):
         properties = schema.get("properties")
         own = properties.get(key) if isinstance(properties, dict) else None
         return frozenset(schema_types(own, schema)) or (ANY_TYPE if isinstance(own, dict) else frozenset())
+
+
+def _arguments(name: str, tool: Mapping[str, Any]) -> list[Part]:
+    closers = [PARAMETER, INVOKE_CLOSE, *CLOSE]
+    if not tool.get("strict"):
+        key = {"type": "raw_text", "end": IS_TEXT, "excludes": ["<", ">", "\n"], "min_length": 1, "max_length": 64}
+        written = {"type": "raw_text", "end": PARAMETER_CLOSE, "excludes": closers}
+        kinds = either([sequence('true">'), sequence('false">')])
+        return [many(sequence(PARAMETER, key, kinds, written, SPACE))]
+
+    def value(key: str, schema: Any, root: Mapping[str, Any]) -> Part:
+        before = f"{PARAMETER}{key}{IS_TEXT}"
+        tags = Tags(f'{before}false">', PARAMETER_CLOSE, closers, text_before=f'{before}true">')
+        return tags.value(schema, root, name)
+
+    made = arguments_apart(name, tool, "tags", value)
+    return [
+        part if has_to_be else maybe(part) for has_to_be, part in ((one[0], sequence(one[1], SPACE)) for one in made)
+    ]

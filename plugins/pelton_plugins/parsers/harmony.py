@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Generator, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from pelton.parsing.interface import ParserContext
-from pelton_plugins.parsers.machine import ScriptParser, Steps, tool_names
+from pelton_plugins.parsers.call_parts import SPACE, either, functions, is_held, json_arguments, maybe, sequence, text
+from pelton_plugins.parsers.json_calls import JsonParser
+from pelton_plugins.parsers.machine import Steps, tool_names
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -16,7 +18,7 @@ _RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
-class HarmonyParser(ScriptParser):
+class HarmonyParser(JsonParser):
     """Channel `analysis` is reasoning, `final` and `commentary` are content, and what is addressed to `functions.NAME` is a call.
 
     It reads reasoning and calls alike, so that it is the parser of both.
@@ -28,6 +30,21 @@ class HarmonyParser(ScriptParser):
     @classmethod
     def markers(cls, context: ParserContext) -> Collection[str]:
         return START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN
+
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any]:
+        channel = maybe(sequence(CHANNEL, either([text("commentary"), text("analysis")])))
+        header = sequence(channel, maybe(sequence(" ", maybe(text(CONSTRAIN)), "json")), MESSAGE)
+        calls = [
+            sequence(f"functions.{name}", header, SPACE, json_arguments(name, tool))
+            for name, tool in functions(context)
+        ]
+        begun = context.prompt.rpartition(f"{START}assistant")[2] if START in context.prompt else ""
+        return {
+            "type": "messages", "header_end": MESSAGE, "ends": [CALL, END, RETURN, START], "trigger": "to=",
+            "content": either(calls), "repeats": is_parallel, "starts_inside": MESSAGE in begun,
+            "shown": [START, CHANNEL, MESSAGE, CONSTRAIN],
+        }  # fmt: skip
 
     def script(self) -> Generator[None, None, None]:
         begun = self.context.prompt.rpartition(f"{START}assistant")[2] if START in self.context.prompt else ""
@@ -52,7 +69,11 @@ class HarmonyParser(ScriptParser):
         if recipient and recipient != "assistant" and (recipient != name or name in tool_names(self.context)):
             self.call(name)
             yield from self.space()
-            marker = yield from self.until(ends, self.arguments)
+            if is_held(self.context) and (yield from self.peek(1)) == "{":  # a text in it may have markers
+                yield from self.json_value(self.arguments)
+                marker = yield from self.until(ends)
+            else:
+                marker = yield from self.until(ends, self.arguments)
             self.end_call()
         elif recipient not in ("", "assistant") or (channel is not None and channel[1] == "analysis"):
             marker = yield from self.until(ends, self.reasoning)

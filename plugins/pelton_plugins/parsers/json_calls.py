@@ -12,10 +12,10 @@ import re
 from pelton_plugins.parsers.machine import Emit, ScriptParser, Steps, tool_names
 
 _IN_TEXT = re.compile(r'["\\]')
-_NAME_KEYS = ("name", "function", "tool_name", "function_name")
-_ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
-_ID_KEYS = ("id", "call_id", "tool_call_id")
-_OTHER_KEYS = ("type",)
+NAME_KEYS = ("name", "function", "tool_name", "function_name")
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+ID_KEYS = ("id", "call_id", "tool_call_id")
+OTHER_KEYS = ("type",)
 
 
 class JsonParser(ScriptParser):
@@ -183,7 +183,7 @@ class _CallReader:
         if not (yield from parser.more()):
             return False
         character = parser._text[parser._at]
-        if key in _ARGUMENT_KEYS:
+        if key in ARGUMENT_KEYS:
             if self._name is None or self.is_call:
                 return (yield from self._late_arguments())
             self._begin()
@@ -193,18 +193,18 @@ class _CallReader:
             is_whole = yield from parser.json_value(parts.append, self.stop)
             parser.arguments(plain_arguments("".join(parts)))
             return is_whole
-        if key in _NAME_KEYS and character == '"':
+        if key in NAME_KEYS and character == '"':
             name = yield from self._text_value()
             if not name or (self._known and name not in self._known):
                 return False
             self._name = name
             return True
-        if key in _NAME_KEYS and character == "{":  # {"type": "function", "function": {"name": ..., "arguments": ...}}
+        if key in NAME_KEYS and character == "{":  # {"type": "function", "function": {"name": ..., "arguments": ...}}
             self._keep(parser.take(1))
             return (yield from self._members())
-        if self._known and self._name is None and key not in (*_ID_KEYS, *_OTHER_KEYS):
+        if self._known and self._name is None and key not in (*ID_KEYS, *OTHER_KEYS):
             return False  # an answer in JSON
-        if key in _ID_KEYS and character == '"':
+        if key in ID_KEYS and character == '"':
             self._call_id = yield from self._text_value()
             return self._call_id is not None
         return (yield from parser.json_value(self._keep, self.stop))

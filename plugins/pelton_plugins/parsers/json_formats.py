@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
-from typing import ClassVar
+from collections.abc import Collection, Generator, Mapping
+from typing import Any, ClassVar
 
 from pelton.parsing.interface import ParserContext
-from pelton_plugins.parsers.json_calls import JsonParser
+from pelton_plugins.parsers.call_parts import (
+    SPACE,
+    behind_name_key,
+    either,
+    functions,
+    guarded,
+    json_arguments,
+    json_call,
+    listed,
+    maybe,
+    sequence,
+)
+from pelton_plugins.parsers.json_calls import ARGUMENT_KEYS, ID_KEYS, NAME_KEYS, OTHER_KEYS, JsonParser
 from pelton_plugins.parsers.machine import Steps
 
 
@@ -19,6 +31,11 @@ class HermesParser(JsonParser):
     @classmethod
     def markers(cls, context: ParserContext) -> Collection[str]:
         return *cls.OPENINGS, cls.CLOSE
+
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any]:
+        content = sequence(SPACE, json_call(context, "arguments"), SPACE, cls.CLOSE)
+        return guarded([{"text": opening, "content": content} for opening in cls.OPENINGS], is_parallel=is_parallel)
 
     def script(self) -> Generator[None, None, None]:
         while (marker := (yield from self.until(self.OPENINGS, self.content))) is not None:
@@ -42,6 +59,12 @@ class GraniteParser(HermesParser):
 
     OPENINGS = ("<|tool_call|>", "<tool_call>", "<function_call>")
 
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any]:
+        call = json_call(context, "arguments")
+        content = sequence(SPACE, either([listed(call, is_parallel=is_parallel), call]))
+        return guarded([{"text": opening, "content": content} for opening in cls.OPENINGS], is_parallel=is_parallel)
+
 
 class MistralParser(JsonParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and from tokenizer v11 on `[TOOL_CALLS]name[ARGS]{...}`, with or without
@@ -53,6 +76,15 @@ class MistralParser(JsonParser):
     @classmethod
     def markers(cls, context: ParserContext) -> Collection[str]:
         return cls.CALLS, cls.ARGS, cls.CALL_ID
+
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any]:
+        call = json_call(context, "arguments")
+        call_id = {"type": "raw_text", "end": cls.ARGS, "excludes": ["\n", "{", " "], "min_length": 1, "max_length": 64}
+        marked = [sequence(cls.ARGS, SPACE), sequence(cls.CALL_ID, call_id, SPACE)]
+        named = [sequence(name, maybe(either(marked)), json_arguments(name, tool)) for name, tool in functions(context)]
+        content = sequence(SPACE, either([listed(call, is_parallel=is_parallel), call, *named]))
+        return guarded([{"text": cls.CALLS, "content": content}], is_parallel=is_parallel)
 
     def script(self) -> Generator[None, None, None]:
         while (yield from self.until((self.CALLS,), self.content)) is not None:
@@ -108,6 +140,27 @@ class Llama3JsonParser(JsonParser):
     def markers(cls, context: ParserContext) -> Collection[str]:
         return (cls.TAG,)
 
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any]:
+        """No text has a line that begins with an object whose first key is one of a call: it is a call, or is not written."""
+        others = "|".join(sorted({*NAME_KEYS, *ARGUMENT_KEYS, *ID_KEYS, *OTHER_KEYS} - {"name"}))
+        space = r"[ \t\r\n]*"
+        beginning = r"[ \t;,]*\{[ \t\r\n,]*(\x22[^\x22\n]*)?"
+        written = rf"[ \t;,]*\{{{space}\x22name\x22"
+        excluded = (
+            rf"[ \t;,]*\{{{space},",  # which the parser reads over
+            rf"[ \t;,]*\{{{space}\x22({others})\x22",
+            rf"[ \t;,]*\{{{space}\x22[^\x22\n]*\\",  # a key with an escape
+        )
+        return guarded(
+            [
+                {"pattern": written, "beginning": beginning, "content": behind_name_key(context, "parameters")},
+                {"text": cls.TAG, "content": sequence(SPACE, json_call(context, "parameters"))},
+            ],
+            is_parallel=is_parallel,
+            excludes=[{"pattern": pattern, "beginning": beginning} for pattern in excluded],
+        )
+
     def script(self) -> Generator[None, None, None]:
         self._line = ""  # what stands on this line so far
         has_call = False
@@ -138,7 +191,8 @@ class Llama3JsonParser(JsonParser):
 
     def _write(self, text: str) -> None:
         self.content(text)
-        self._line = (self._line + text).rpartition("\n")[2][-64:]
+        line = (self._line + text).rpartition("\n")[2]
+        self._line = line.strip(" \t;,")[:1] or line[-64:]
 
     def _separator(self) -> Steps[None]:
         """Read what stands between two calls."""

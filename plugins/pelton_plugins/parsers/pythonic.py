@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
+from typing import Any
 
+from pelton.errors import RequestError
 from pelton.parsing.interface import ParserContext
+from pelton_plugins.parsers.call_parts import (
+    SPACE,
+    Part,
+    Refused,
+    arguments_apart,
+    branches,
+    either,
+    functions,
+    guarded,
+    json_schema,
+    many,
+    maybe,
+    sequence,
+    text,
+    with_definitions,
+)
+from pelton_plugins.parsers.machine import SPACE as SPACES
 from pelton_plugins.parsers.machine import ScriptParser, Steps, parameters_of, tool_names
 from pelton_plugins.parsers.values import dumps, from_text, literal, schema_types
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _IN_TEXT = re.compile(r"""["'\\]""")
 MAX_NAME_CHARS = 256
+_ANY_ARGUMENTS = r"""
+start: (argument (/, */ argument)*)?
+argument: /[A-Za-z_][A-Za-z0-9_]*/ "=" value
+value: TEXT | NUMBER | WORD | list | mapping
+list: "[" (value (/, */ value)*)? "]"
+mapping: "{" (TEXT /: */ value (/, */ TEXT /: */ value)*)? "}"
+TEXT: /"([^"\\\n]|\\["\\nrt])*"/ | /'([^'\\\n]|\\['\\nrt])*'/
+NUMBER: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?/
+WORD: "True" | "False" | "None"
+"""
+"""Of a function that is not strict."""
 
 
 class PythonicParser(ScriptParser):
@@ -22,6 +52,27 @@ class PythonicParser(ScriptParser):
     @classmethod
     def markers(cls, context: ParserContext) -> Collection[str]:
         return cls.START, cls.END
+
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any]:
+        behind: dict[str, Part] = {}  # a name, with its arguments
+        for name, tool in functions(context):
+            if not _NAME.fullmatch(name):
+                raise RequestError(f"{name[:64]!r} is no name of a function in Python", param="tools")
+            behind[name] = sequence(_arguments_of(name, tool), SPACE, ")")
+        call = either([sequence(name, "(", SPACE, made) for name, made in behind.items()])
+        rest = [many(sequence(SPACE, ",", SPACE, call))] if is_parallel else []
+        space, indent = r"[ \t\r\n]*", r"[ \t\r]*"
+        triggers: list[Part] = [
+            {
+                "pattern": rf"{indent}\[{space}{re.escape(name)}{space}\(",
+                "beginning": rf"{indent}\[{space}([A-Za-z_][A-Za-z0-9_.\-]*{space})?",
+                "content": sequence(SPACE, made, *rest, SPACE, "]"),
+            }
+            for name, made in behind.items()
+        ]
+        triggers.append({"text": cls.START, "content": sequence(SPACE, "[", SPACE, call, *rest, SPACE, "]")})
+        return guarded(triggers, is_parallel=is_parallel)
 
     def script(self) -> Generator[None, None, None]:
         self._line = ""
@@ -36,7 +87,7 @@ class PythonicParser(ScriptParser):
                     self._write(before)
                     continue
                 before += "["
-            elif self._line.strip():
+            elif self._line.strip(SPACES):
                 self._write(marker)
                 continue
             else:
@@ -48,7 +99,8 @@ class PythonicParser(ScriptParser):
 
     def _write(self, text: str) -> None:
         self.content(text)
-        self._line = (self._line + text).rpartition("\n")[2][-64:]
+        line = (self._line + text).rpartition("\n")[2]
+        self._line = line.strip(SPACES)[:1] or line[-64:]
 
     def _calls(self) -> Steps[str | None]:
         """Read from behind the bracket. None: there were calls; else the text that was read."""
@@ -136,9 +188,47 @@ class PythonicParser(ScriptParser):
             parts.append(self.take(len((yield from self.peek(count)))))
 
 
-def _json(text: str, types: set[str]) -> str:
+def _arguments_of(name: str, tool: Mapping[str, Any]) -> Part:
+    """The arguments of a call, without its brackets."""
+    if not tool.get("strict"):
+        return {"type": "grammar", "grammar": _ANY_ARGUMENTS}
+    made = arguments_apart(name, tool, "Python", lambda key, schema, root: _argument_of(name, key, schema, root))
+    if not made:
+        return SPACE
+    following = [
+        part if has_to_be else maybe(part) for has_to_be, part in ((one[0], _after_comma(one[1])) for one in made)
+    ]
+    firsts: list[Part] = []
+    for index, (has_to_be, part) in enumerate(made):
+        firsts.append(sequence(part, *following[index + 1 :]))
+        if has_to_be:
+            return either(firsts)
+    return maybe(either(firsts))
+
+
+def _after_comma(part: Part) -> Part:
+    return sequence(",", SPACE, part)
+
+
+def _argument_of(name: str, key: str, schema: Any, root: Mapping[str, Any]) -> Part:
+    if not key.isidentifier():
+        raise Refused("its name")
+    return sequence(key, "=", either([_written(one, root, name) for one in branches(schema, root)]))
+
+
+def _written(schema: Any, root: Mapping[str, Any], name: str) -> Part:
+    """A value: JSON, whose texts, numbers and lists are Python too."""
+    if isinstance(schema, Mapping) and not {"enum", "const"} & schema.keys():
+        if schema.get("type") == "boolean":
+            return either([text("True"), text("False")])
+        if schema.get("type") == "null":
+            return text("None")
+    return json_schema(with_definitions(schema, root), name)
+
+
+def _json(written: str, types: set[str]) -> str:
     """Return a value in Python, or in JSON, as JSON; a bare word is a text."""
-    stripped = text.strip()
+    stripped = written.strip()
     value = {"true": True, "false": False, "null": None}.get(stripped, stripped)
     if value is stripped:
         value = literal(stripped)

@@ -36,6 +36,7 @@ class ThinkParser(_ReasoningScript):
     begins_thinking: ClassVar[bool] = False
     """The model thinks first although nothing says so."""
     reasoning_end: ClassVar[Sequence[str]] = (CLOSE,)
+    reasoning_begin: ClassVar[Sequence[str]] = (OPEN,)
 
     @classmethod
     def markers(cls, context: ParserContext) -> Collection[str]:
@@ -61,6 +62,7 @@ class DeepSeekR1Parser(ThinkParser):
     """The same, of models that think first even where neither they nor their template write `<think>`."""
 
     begins_thinking = True
+    reasoning_begin = ()
 
 
 class MistralReasoningParser(ThinkParser):
@@ -68,6 +70,7 @@ class MistralReasoningParser(ThinkParser):
 
     OPEN, CLOSE = "[THINK]", "[/THINK]"
     reasoning_end = (CLOSE,)
+    reasoning_begin = (OPEN,)
 
 
 class GraniteReasoningParser(_ReasoningScript):
@@ -76,6 +79,7 @@ class GraniteReasoningParser(_ReasoningScript):
     OPENINGS = ("Here is my thought process:", "Here's my thought process:")
     CLOSINGS = ("Here is my response:", "Here's my response:")
     reasoning_end: ClassVar[Sequence[str]] = CLOSINGS
+    reasoning_begin: ClassVar[Sequence[str]] = OPENINGS
 
     @classmethod
     def markers(cls, context: ParserContext) -> Collection[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 from collections.abc import Mapping, Set
 from typing import Any
 
 ANY_TYPE = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+_HALF = re.compile(r"[\ud800-\udfff]")
 MAX_REFERENCES = 8
 """A schema that refers to itself ends here."""
 
@@ -32,13 +34,13 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
         found |= schema_types(target, root, depth + 1)
     if not found:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        found |= {_type_of(value) for value in values if isinstance(values, list)}
+        found |= {type_of(value) for value in values if isinstance(values, list)}
     if schema.get("nullable") is True:
         found.add("null")
     return found
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -59,7 +61,7 @@ def from_text(text: str, types: Set[str]) -> Any:
     if "boolean" in types and lowered in ("true", "false"):
         return lowered == "true"
     found = literal(stripped)
-    kind = _type_of(found)
+    kind = type_of(found)
     if kind == "number" and "integer" in types and "number" not in types and float(found).is_integer():
         return int(found)
     if kind == "integer" and "number" in types:
@@ -99,4 +101,5 @@ def as_json(value: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    written = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value) if _HALF.search(written) else written  # half of a pair is no text that can be sent

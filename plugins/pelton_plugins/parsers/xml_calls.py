@@ -6,6 +6,19 @@ from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
 from pelton.parsing.interface import ParserContext
+from pelton_plugins.parsers.call_parts import (
+    SPACE,
+    Part,
+    Tags,
+    arguments_apart,
+    either,
+    functions,
+    guarded,
+    is_held,
+    many,
+    maybe,
+    sequence,
+)
 from pelton_plugins.parsers.json_calls import JsonParser
 from pelton_plugins.parsers.machine import Steps, parameters_of
 from pelton_plugins.parsers.values import ANY_TYPE, dumps, from_text, schema_types
@@ -27,6 +40,35 @@ class Qwen3CoderParser(JsonParser):
     @classmethod
     def markers(cls, context: ParserContext) -> Collection[str]:
         return cls.OPEN, cls.CLOSE, cls.FUNCTION, cls.FUNCTION_CLOSE, cls.PARAMETER, cls.PARAMETER_CLOSE
+
+    @classmethod
+    def call_format(cls, context: ParserContext, *, is_parallel: bool) -> Mapping[str, Any]:
+        calls = either([
+            sequence(f"{name}>", SPACE, *cls._arguments(name, tool), cls.FUNCTION_CLOSE) for name, tool in functions(context)
+        ])  # fmt: skip
+        triggers = [
+            {"text": cls.OPEN, "content": sequence(SPACE, cls.FUNCTION, calls, SPACE, cls.CLOSE)},
+            {"text": cls.FUNCTION, "content": calls},
+        ]
+        return guarded(triggers, is_parallel=is_parallel)
+
+    @classmethod
+    def _arguments(cls, name: str, tool: Mapping[str, Any]) -> list[Part]:
+        closers = [cls.PARAMETER, cls.FUNCTION_CLOSE, cls.CLOSE]
+        if not tool.get("strict"):
+            key = {"type": "raw_text", "end": ">", "excludes": ["<", "\n"], "min_length": 1, "max_length": 64}
+            value = {"type": "raw_text", "end": cls.PARAMETER_CLOSE, "excludes": closers}
+            return [many(sequence(cls.PARAMETER, key, value, SPACE))]
+        made = arguments_apart(
+            name, tool, "tags",
+            lambda key, schema, root: Tags(f"{cls.PARAMETER}{key}>", cls.PARAMETER_CLOSE, closers, edge="\n").value(
+                schema, root, name
+            ),
+        )  # fmt: skip
+        return [
+            part if has_to_be else maybe(part)
+            for has_to_be, part in ((one[0], sequence(one[1], SPACE)) for one in made)
+        ]
 
     def script(self) -> Generator[None, None, None]:
         while (marker := (yield from self.until((self.OPEN, self.FUNCTION), self.content))) is not None:
@@ -76,12 +118,12 @@ class Qwen3CoderParser(JsonParser):
             key, end = yield from self._name()
             if end is None:
                 break
-            yield from self._parameter(key.strip().strip('"'), schema, written)
+            yield from self._parameter(key.strip().strip('"'), schema, written, is_held(self.context, name))
         yield from self.takes(self.FUNCTION_CLOSE)
         self.arguments("}" if written else "")
         self.end_call()
 
-    def _parameter(self, key: str, schema: Mapping[str, Any], written: set[str]) -> Steps[None]:
+    def _parameter(self, key: str, schema: Mapping[str, Any], written: set[str], is_text_held: bool) -> Steps[None]:
         properties = schema.get("properties")
         own = properties.get(key) if isinstance(properties, dict) else None
         types = schema_types(own, schema) or (ANY_TYPE if isinstance(own, dict) else frozenset())
@@ -90,6 +132,10 @@ class Qwen3CoderParser(JsonParser):
             yield from self._value(lambda text: None)
         elif types - {"string"}:
             parts: list[str] = []
+            if is_text_held:  # a text in it may have closing tags
+                parts.append((yield from self.space()))
+                if (yield from self.peek(1)) in ("{", "["):
+                    yield from self.json_value(parts.append)
             yield from self._value(parts.append)
             self.arguments(head + dumps(from_text("".join(parts), types)))
         else:

@@ -62,7 +62,9 @@ def _tools(request: CountTokensRequest) -> list[Tool]:
                 f"a tool has type {tool.type[:40]!r}; this server runs no tools of its own",
                 param=f"tools[{index}].type",
             )
-        definition = FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
+        definition = FunctionDefinition(
+            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+        )
         found.append(Tool(function=definition))
     return found
 

@@ -13,6 +13,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     name: str
     input_schema: dict[str, Any] | None = None
     description: str | None = None
+    strict: bool | None = None
     type: str | None = None
 
 

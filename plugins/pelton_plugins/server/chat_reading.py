@@ -16,9 +16,10 @@ import msgspec
 from pelton.errors import RequestError
 from pelton.outputs import CompletionOutput
 from pelton.parsing.interface import Arguments, Content, Event, ParserContext, Reasoning, ToolCall
-from pelton.sampling_params import SamplingParams
+from pelton.sampling_params import SamplingParams, StructuredOutputsParams
 from pelton_plugins.server.parsing import AnswerPlan, AnswerReader, NamedReader, Parsers
 from pelton_plugins.server.protocol import ChatCompletionRequest
+from pelton_plugins.server.structured_outputs import constraint_field
 from pelton_plugins.server.tools import NamedTool, constraint, functions
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -97,6 +98,29 @@ def kind_of_choice(request: ChatCompletionRequest) -> str:
     return "named" if isinstance(choice, NamedTool) else choice or "auto"
 
 
+def strict_calls(plan: AnswerPlan, *, is_parallel: bool) -> StructuredOutputsParams | None:
+    """Hold calls that the model chooses to make to the schemas of functions that are strict; None without these, or where the format of
+    calls does not say how.
+
+    Where reasoning comes first, nothing in it is a call. Whether it does is known from the prompt, or the answer's beginning says it.
+    """
+    if not any(tool.get("strict") for tool in plan.context.tools):
+        return None
+    made = plan.chain[-1].call_format(plan.context, is_parallel=is_parallel)
+    if made is None:
+        return None
+    reasoning_end = None
+    if len(plan.chain) > 1:
+        reasoning, prompt = plan.chain[0], plan.context.prompt.rstrip()
+        begins, ends = reasoning.reasoning_begin, reasoning.reasoning_end
+        if ends and not prompt.endswith(tuple(ends)):
+            if begins and not prompt.endswith(tuple(begins)):
+                made = {**made, "thought": {"begins": list(begins), "ends": list(ends)}}
+            else:
+                reasoning_end = ends[0]
+    return StructuredOutputsParams(structural_tag={"format": dict(made)}, reasoning_end=reasoning_end)
+
+
 def read_chat(
     parsers: Parsers, llm: Any, request: ChatCompletionRequest, params: SamplingParams, prompt: str | None
 ) -> tuple[ChatReading | None, SamplingParams]:
@@ -119,11 +143,21 @@ def read_chat(
         hidden = parsers.hidden(plan, llm.tokenizer)
         if hidden is not None:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
-    forced = constraint(request.tools or (), request.tool_choice, is_parallel=request.parallel_tool_calls is not False)
+    is_parallel = request.parallel_tool_calls is not False
+    forced = constraint(request.tools or (), request.tool_choice, is_parallel=is_parallel)
+    chosen = strict_calls(plan, is_parallel=is_parallel) if kind == "auto" and plan is not None else None
     if forced is not None:
         params = msgspec.structs.replace(params, structured_outputs=forced)
+    elif chosen is not None:
+        if params.structured_outputs is not None:
+            raise RequestError(
+                f"{constraint_field(request) or 'structured_outputs'} does not go with functions that are strict and "
+                'tool_choice "auto": leave strict out, or send tool_choice "none" or "required".',
+                param=constraint_field(request) or "structured_outputs",
+            )
+        params = msgspec.structs.replace(params, structured_outputs=chosen)
     constrained = params.structured_outputs
-    ends = () if plan is None else plan.chain[0].reasoning_end
+    ends = () if plan is None or chosen is not None else plan.chain[0].reasoning_end
     if constrained is not None and constrained.reasoning_end is None and ends:
         behind = msgspec.structs.replace(constrained, reasoning_end=ends[0])
         params = msgspec.structs.replace(params, structured_outputs=behind)
@@ -134,7 +168,7 @@ def read_chat(
         plan=plan,
         hidden=hidden,
         named=named,
-        is_parallel=request.parallel_tool_calls is not False,
+        is_parallel=is_parallel,
         with_reasoning=request.include_reasoning is not False,
         may_call=kind != "none" or request.tools is None,
     )

@@ -61,10 +61,16 @@ def as_chat(request: CohereChatRequest) -> ChatCompletionRequest:
         found["response_format"] = msgspec.convert(shape, ResponseFormat)
     if request.tool_choice is not None and request.tools:
         found["tool_choice"] = request.tool_choice.lower()
+    tools = request.tools
+    if tools and request.strict_tools:
+        tools = [
+            msgspec.structs.replace(tool, function=msgspec.structs.replace(tool.function, strict=True))
+            for tool in tools
+        ]
     return ChatCompletionRequest(
         messages=messages, model=request.model, stream=request.stream, max_completion_tokens=request.max_tokens,
         temperature=request.temperature, top_p=request.p, top_k=request.k, seed=request.seed, stop=request.stop_sequences,
-        frequency_penalty=request.frequency_penalty, presence_penalty=request.presence_penalty, tools=request.tools,
+        frequency_penalty=request.frequency_penalty, presence_penalty=request.presence_penalty, tools=tools,
         priority=request.priority, **found,
     )  # fmt: skip
 

@@ -115,7 +115,6 @@ OF_NO_EFFECT: Mapping[type[msgspec.Struct], Sequence[str]] = {
     # `thinking` has none on the count; an answer leaves its reasoning out where it is disabled.
     CountTokensRequest: ("thinking", "cache_control", "speed", "user_profile_id", "workspace_id"),
     MessagesRequest: ("metadata", "service_tier", "inference_geo"),
-    CohereChatRequest: ("strict_tools",),  # arguments of a call that is forced keep to its schema anyway
     CohereEmbedRequest: ("input_type",),  # a prompt of that kind is the model's own matter
     PooledRequest: ("user",),
 }
@@ -124,11 +123,6 @@ OF_NO_EFFECT: Mapping[type[msgspec.Struct], Sequence[str]] = {
 WITHIN_OF_NO_EFFECT: Mapping[str, tuple[Sequence[str], str]] = {
     "response_format.json_schema": (("name", "description", "strict"), "an answer keeps to its schema in any case"),
     "text.format": (("name", "description", "strict"), "an answer keeps to its schema in any case"),
-    "tools[].function": (
-        ("strict",),
-        "arguments of a forced call keep to their schema in any case, those of a call that the model chooses are its own",
-    ),
-    "tools[] of responses": (("strict",), "the same"),
     "thinking": (("budget_tokens", "display"), "reasoning is bounded by max_tokens alone, and returned as it is"),
     "stream_options of responses": (("include_obfuscation",), "streams are not padded"),
 }

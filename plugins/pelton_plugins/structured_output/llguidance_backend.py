@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -444,14 +444,25 @@ class LLGuidanceBackend(StructuredOutputBackend):
 def refusal(params: StructuredOutputsParams, message: str) -> RequestError:
     """The refusal of what llguidance does not take, with its place where that can be found."""
     message, kind = _first_line(message), params.kind
-    pointer = find_blamed(params.json, message) if params.json is not None else None
+    schemas = [(f"structured_outputs.{kind}", params.json)] if params.json is not None else []
+    if isinstance(params.structural_tag, dict):
+        schemas = [*_named_schemas(params.structural_tag)]
+    found = ((name, find_blamed(schema, message)) for name, schema in schemas)
+    name, pointer = next(((name, place) for name, place in found if place), (f"structured_outputs.{kind}", ""))
     place = f" at {pointer}" if pointer else ""
+    is_known = "nimplemented" in message or "not supported" in message
     return RequestError(
-        f"structured_outputs.{kind}{place} cannot be enforced: {message}"
-        if "nimplemented" in message or "not supported" in message
-        else f"structured_outputs.{kind}{place} cannot be compiled: {message}",
-        param="structured_outputs",
+        f"{name}{place} cannot be {'enforced' if is_known else 'compiled'}: {message}", param="structured_outputs"
     )
+
+
+def _named_schemas(part: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas in a structural tag that have a name for errors."""
+    if isinstance(part, dict) and part.get("type") == "json_schema" and "name" in part:
+        yield part["name"], part.get("json_schema")
+    elif isinstance(part, (dict, list)):
+        for one in part.values() if isinstance(part, dict) else part:
+            yield from _named_schemas(one)
 
 
 def _cannot(params: StructuredOutputsParams, why: str) -> RequestError:

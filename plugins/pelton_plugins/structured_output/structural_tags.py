@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pelton.errors import RequestError
+from pelton_plugins.structured_output.guarded_text import guarded, messages, quoted_regex, raw_text
 from pelton_plugins.structured_output.vocabulary import Vocabulary
 
 _MAX_PARTS, _MAX_DEPTH = 2000, 64
 _TEXT = r"/(?s:.*)/"
+_LONG_CHARS = 80
+_SPACE = r"/[ \t\r\n]{0,8}/"
 
 
 def structural_tag_grammar(
@@ -24,20 +27,26 @@ def structural_tag_grammar(
     """schema_of checks a JSON schema, lark_of a grammar. Raises `RequestError` naming the part that is wrong."""
     if not isinstance(tag, Mapping):
         raise _bad("", f"is a {type(tag).__name__}; give an object with a format, or with structures and triggers")
-    return _Builder(vocabulary, schema_of, lark_of).build(tag)
+    return Builder(vocabulary, schema_of, lark_of).build(tag)
 
 
-class _Builder:
+class Builder:
     def __init__(
         self, vocabulary: Vocabulary, schema_of: Callable[[Any], dict[str, Any]], lark_of: Callable[[str], str]
     ) -> None:
-        self._special = vocabulary.special_texts
-        texts = sorted(filter(None, self._special), key=len, reverse=True)
+        self.vocabulary = vocabulary
+        self.special = vocabulary.special_texts
+        self.special_ids = frozenset(vocabulary.special_token_ids)
+        texts = sorted(filter(None, self.special), key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._schema_of = schema_of
         self._lark_of = lark_of
         self._rules: list[str] = []
         self._grammars: list[dict[str, Any]] = []
+        self._schemas: dict[str, str] = {}  # rules of those that were seen before
+        self._terminals: dict[str, str] = {}
+        self._bodies: dict[str, str] = {}
+        self._reads_bytes = False
 
     def build(self, tag: Mapping[str, Any]) -> str:
         if "structures" in tag:
@@ -54,31 +63,52 @@ class _Builder:
                 "structures", 0,
             )  # fmt: skip
         elif "format" in tag:
-            body = self._part(tag["format"], "format", 0)
+            body = self.part(tag["format"], "format", 0)
         else:
             raise _bad("", "has neither format nor structures")
-        lark = "\n".join([f"start: {body}", *self._rules])
+        options = [f"%llguidance {json.dumps({'allow_invalid_utf8': True})}"] if self._reads_bytes else []
+        lark = "\n".join([*options, f"start: {body}", *self._rules])
         if not self._grammars:
             return lark
         return json.dumps({"grammars": [{"name": "structural_tag", "lark_grammar": lark}, *self._grammars]})
 
-    def _rule(self, body: str, *, suffix: str = "") -> str:
+    def rule(self, body: str, *, suffix: str = "", name: str = "part") -> str:
         if len(self._rules) >= _MAX_PARTS:
             raise _bad("", f"has more than {_MAX_PARTS} parts")
-        name = f"part_{len(self._rules)}"
+        name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{suffix}: {body}")
         return name
 
-    def _literal(self, text: Any, where: str, *, is_empty_fine: bool = True) -> str:
+    def terminal(self, body: str) -> str:
+        """One that may read bytes which are no UTF-8."""
+        self._reads_bytes = True
+        if body not in self._terminals:
+            self._terminals[body] = self.rule(body, name="TEXT")
+        return self._terminals[body]
+
+    def _shared(self, body: str) -> str:
+        """A long part as a rule, which parts that are equal have in common."""
+        if len(body) <= _LONG_CHARS:
+            return body
+        if body not in self._bodies:
+            self._bodies[body] = self.rule(body)
+        return self._bodies[body]
+
+    def first_special(self, text: str) -> tuple[str, int, str] | None:
+        """The text before the first special token in a literal, that token's id, and the text behind it."""
+        found = self._split.search(text) if self._split is not None else None
+        return None if found is None else (text[: found.start()], self.special[found.group()], text[found.end() :])
+
+    def literal(self, text: Any, where: str = "", *, is_empty_fine: bool = True) -> str:
         if not isinstance(text, str) or not (text or is_empty_fine):
             raise _bad(where, f"is {text!r}; give a text")
         parts, start = [], 0
         for found in self._split.finditer(text) if self._split is not None else ():
-            parts += [_quoted(text[start : found.start()]), f"<[{self._special[found.group()]}]>"]
+            parts += [_quoted(text[start : found.start()]), f"<[{self.special[found.group()]}]>"]
             start = found.end()
         return " ".join(filter(None, [*parts, _quoted(text[start:])])) or '""'
 
-    def _part(self, part: Any, where: str, depth: int) -> str:
+    def part(self, part: Any, where: str, depth: int) -> str:
         if not isinstance(part, Mapping):
             raise _bad(where, f"is a {type(part).__name__}; give an object with a type")
         if depth > _MAX_DEPTH:
@@ -87,17 +117,30 @@ class _Builder:
         make = _PARTS.get(kind) if isinstance(kind, str) else None
         if make is None:
             raise _bad(f"{where}.type", f"is {kind!r}; use one of {', '.join(_PARTS)}")
-        made: str = make(self, part, where, depth)
+        try:
+            made: str = make(self, part, where, depth)
+        except RequestError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # of the kinds below that only servers write
+            raise _bad(where, f"is no part of type {kind}: {type(error).__name__} {error}") from None
         return made
 
     def _const_string(self, part: Mapping[str, Any], where: str, depth: int) -> str:
-        return self._literal(part.get("value"), f"{where}.value", is_empty_fine=False)
+        return self.literal(part.get("value"), f"{where}.value", is_empty_fine=False)
 
     def _json_schema(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         schema = part.get("json_schema")
         if part.get("style", "json") != "json":
             raise _bad(f"{where}.style", f"is {part['style']!r}; json is enforced, other styles are not")
-        return self._rule("%json " + json.dumps(self._schema_of(True if schema is None else schema)))
+        try:
+            made = json.dumps(self._schema_of(True if schema is None else schema))
+        except RequestError as error:
+            if (name := part.get("name")) is None:
+                raise
+            raise RequestError(str(error).replace("structured_outputs.json", str(name)), param=error.param) from None
+        if made not in self._schemas:
+            self._schemas[made] = self.rule(f"%json {made}")
+        return self._schemas[made]
 
     def _regex(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         pattern = part.get("pattern")
@@ -118,6 +161,9 @@ class _Builder:
         self._grammars.append({"name": name, **grammar})
         return f"@{name}"
 
+    def _space(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        return _SPACE
+
     def _any_text(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         if part.get("excludes"):
             raise _bad(f"{where}.excludes", "is not enforced; leave it out")
@@ -137,8 +183,8 @@ class _Builder:
                 made[-1] = ""
                 made.append(self._after_text(element, before, depth + 1))
                 continue
-            made.append(self._part(element, before, depth + 1))
-        return "(" + " ".join(filter(None, made)) + ")"
+            made.append(self.part(element, before, depth + 1))
+        return self._shared("(" + " ".join(filter(None, made)) + ")")
 
     def _after_text(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         """Text, and then a part that begins with a literal."""
@@ -148,27 +194,27 @@ class _Builder:
 
     def _until(self, text: Any, where: str) -> str:
         """Text that ends with the first occurrence of a literal."""
-        literal = self._literal(text, where, is_empty_fine=False)
+        literal = self.literal(text, where, is_empty_fine=False)
         if literal.startswith("<["):  # of a special token, which no text has in it
             return f"{_TEXT} {literal}"
         first, _, rest = literal.partition(" <[")
-        trigger = self._rule(f"/(?s:.*)/ {first}", suffix="[lazy]")
+        trigger = self.rule(f"/(?s:.*)/ {first}", suffix="[lazy]")
         return f"{trigger} <[{rest}" if rest else trigger
 
     def _or(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         elements = _list(part.get("elements"), f"{where}.elements")
-        made = [self._part(element, f"{where}.elements[{i}]", depth + 1) for i, element in enumerate(elements)]
-        return "(" + " | ".join(made) + ")"
+        made = [self.part(element, f"{where}.elements[{i}]", depth + 1) for i, element in enumerate(elements)]
+        return self._shared("(" + " | ".join(made) + ")")
 
     def _optional(self, part: Mapping[str, Any], where: str, depth: int) -> str:
-        return f"({self._part(part.get('content'), f'{where}.content', depth + 1)})?"
+        return f"({self.part(part.get('content'), f'{where}.content', depth + 1)})?"
 
     def _repeated(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         sign = "+" if part["type"] == "plus" else "*"
-        return f"({self._part(part.get('content'), f'{where}.content', depth + 1)}){sign}"
+        return f"({self.part(part.get('content'), f'{where}.content', depth + 1)}){sign}"
 
     def _tag(self, part: Mapping[str, Any], where: str, depth: int) -> str:
-        return f"{self._literal(part.get('begin'), f'{where}.begin')} {self._content(part, where, depth)}"
+        return f"{self.literal(part.get('begin'), f'{where}.begin')} {self._content(part, where, depth)}"
 
     def _content(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         """A tag's part behind its begin."""
@@ -178,8 +224,8 @@ class _Builder:
         if _is_text(content):
             made = [self._until(end, f"{where}.end") if end else _TEXT for end in ends]
             return "(" + " | ".join(made) + ")"
-        end = " | ".join(self._literal(end, f"{where}.end") for end in ends)
-        return f"{self._part(content, f'{where}.content', depth + 1)} ({end})"
+        end = " | ".join(self.literal(end, f"{where}.end") for end in ends)
+        return f"{self.part(content, f'{where}.content', depth + 1)} ({end})"
 
     def _triggered(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         triggers, tags = _list(part.get("triggers"), "triggers"), _list(part.get("tags"), f"{where}.tags")
@@ -198,13 +244,13 @@ class _Builder:
             if trigger is None:
                 raise _bad(f"{here}.begin", f"is {begin!r}, which begins with none of the triggers {triggers}")
             content = self._content(tag, here, depth)
-            plain.append(f"{self._literal(begin, f'{here}.begin')} {content}")
+            plain.append(f"{self.literal(begin, f'{here}.begin')} {content}")
             rest = begin[len(trigger) :]
-            used.setdefault(trigger, []).append(f"{self._literal(rest, here) if rest else ''} {content}")
+            used.setdefault(trigger, []).append(f"{self.literal(rest, here) if rest else ''} {content}")
         for trigger, contents in used.items():
             made.append(f"{self._until(trigger, 'triggers')} ({' | '.join(contents)})")
-        one = self._rule(" | ".join(made))
-        first = self._rule(" | ".join(plain))
+        one = self.rule(" | ".join(made))
+        first = self.rule(" | ".join(plain))
         if part.get("stop_after_first"):
             return f"({first})" if part.get("at_least_one") else f"({one} | {self._last_text(used)})"
         start = first if part.get("at_least_one") else ""
@@ -216,33 +262,37 @@ class _Builder:
         if not plain:
             return _TEXT
         name = f"TEXT_{len(self._rules)}"
-        self._rules.append(f"{name}: /(?s:.*)/ & ~/(?s:.*)({'|'.join(_in_lark(text) for text in plain)})(?s:.*)/")
+        self._rules.append(f"{name}: /(?s:.*)/ & ~/(?s:.*)({'|'.join(map(quoted_regex, plain))})(?s:.*)/")
         return name
 
     def _separated(self, part: Mapping[str, Any], where: str, depth: int) -> str:
         tags = _list(part.get("tags"), f"{where}.tags")
-        one = self._rule(
+        one = self.rule(
             " | ".join(self._tag(_tag_of(tag, where), f"{where}.tags[{i}]", depth) for i, tag in enumerate(tags))
         )
-        separator = self._literal(part.get("separator"), f"{where}.separator")
+        separator = self.literal(part.get("separator"), f"{where}.separator")
         more = "" if part.get("stop_after_first") else f"({separator} {one})*"
         return f"({one} {more})" + ("" if part.get("at_least_one") else "?")
 
 
-_PARTS: dict[str, Callable[[_Builder, Mapping[str, Any], str, int], str]] = {
-    "const_string": _Builder._const_string,
-    "json_schema": _Builder._json_schema,
-    "regex": _Builder._regex,
-    "grammar": _Builder._grammar,
-    "any_text": _Builder._any_text,
-    "sequence": _Builder._sequence,
-    "or": _Builder._or,
-    "optional": _Builder._optional,
-    "plus": _Builder._repeated,
-    "star": _Builder._repeated,
-    "tag": _Builder._tag,
-    "triggered_tags": _Builder._triggered,
-    "tags_with_separator": _Builder._separated,
+_PARTS: dict[str, Callable[[Builder, Mapping[str, Any], str, int], str]] = {
+    "const_string": Builder._const_string,
+    "json_schema": Builder._json_schema,
+    "regex": Builder._regex,
+    "grammar": Builder._grammar,
+    "any_text": Builder._any_text,
+    "sequence": Builder._sequence,
+    "or": Builder._or,
+    "optional": Builder._optional,
+    "plus": Builder._repeated,
+    "star": Builder._repeated,
+    "tag": Builder._tag,
+    "triggered_tags": Builder._triggered,
+    "tags_with_separator": Builder._separated,
+    "space": Builder._space,
+    "guarded": guarded,
+    "messages": messages,
+    "raw_text": raw_text,
 }
 
 
@@ -264,11 +314,6 @@ def _list(value: Any, where: str) -> list[Any]:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _in_lark(text: str) -> str:
-    """A text inside a regex between slashes."""
-    return re.escape(text).replace("/", "\\/").replace("\n", "\\n")
 
 
 def _bad(where: str, what: str) -> RequestError:

@@ -148,7 +148,7 @@ EXAMPLES: dict[type[msgspec.Struct], tuple[str, dict[str, Any], dict[str, Any]]]
         {
             "messages": [{"role": "user", "content": "ho"}], "model": "none", "stream": True, "max_tokens": 2,
             "temperature": 0.5, "p": 0.5, "k": 3, "seed": 7, "stop_sequences": ["l"], "frequency_penalty": 1,
-            "presence_penalty": 1, "tools": TOOLS, "tool_choice": needs("REQUIRED", tools=TOOLS),
+            "presence_penalty": 1, "tools": TOOLS, "tool_choice": needs("REQUIRED", tools=TOOLS), "strict_tools": needs(True, tools=TOOLS),
             "response_format": {"type": "json_object"}, "priority": 1,
         },
     ),
@@ -334,7 +334,6 @@ def test_fields_within_a_field(server, body, name):
     assert error["param"] == name and error["message"].startswith(f"{name} is not offered: ")
 
 
-STRICT_TOOL = {"name": "f", "parameters": SCHEMA, "strict": True}
 WITHIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "response_format.json_schema": (
         "/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
@@ -344,12 +343,6 @@ WITHIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text.format": (
         "/v1/responses", {"input": "hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
         {"text": {"format": {"type": "json_schema", "name": "b", "description": "c", "schema": SCHEMA, "strict": False}}},
-    ),
-    "tools[].function": (
-        "/v1/chat/completions", {"messages": HI, "tools": TOOLS}, {"tools": [{"type": "function", "function": STRICT_TOOL}]},
-    ),
-    "tools[] of responses": (
-        "/v1/responses", {"input": "hi", "tools": [{"type": "function", **FUNCTION}]}, {"tools": [{"type": "function", **STRICT_TOOL}]},
     ),
     "thinking": (
         "/v1/messages", {"messages": HI, "max_tokens": 100, "thinking": {"type": "enabled"}},
@@ -369,9 +362,29 @@ def test_what_is_within_a_field_and_has_no_effect(server, place):
     names, _ = WITHIN_OF_NO_EFFECT[place]
     assert status == again == 200 and asked == also
     assert all(f"'{name}'" in str(more) for name in names)
-    for tool in drawn.get("tools", ()):  # the template may read it
-        tool["function"].pop("strict")
     assert drawn == rendered
+
+
+STRICT_TOOL = {"name": "f", "parameters": SCHEMA, "strict": True}
+OF_STRICT: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI, "tools": [{"type": "function", "function": STRICT_TOOL}]},
+    "/v1/responses": {"input": "hi", "tools": [{"type": "function", **STRICT_TOOL}]},
+    "/v1/messages": {"messages": HI, "max_tokens": 9, "tools": [{"name": "f", "input_schema": SCHEMA, "strict": True}]},
+    "/cohere/v2/chat": {"model": "fake", "messages": HI, "tools": TOOLS, "strict_tools": True},
+}
+
+
+@pytest.mark.parametrize("path", OF_STRICT)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_strict_of_a_function_holds_the_calls_that_the_model_chooses(server, path, is_streamed):
+    body = OF_STRICT[path] | {"stream": is_streamed}
+    (status, asked, _), _ = observed(server, path, body)
+    assert status == 200 and "structural_tag" in str(asked) and "'repeats': True" in str(asked)
+    loose = json.loads(json.dumps(body).replace('"strict": true', '"strict": false')) | {"strict_tools": False}
+    if path != "/cohere/v2/chat":
+        del loose["strict_tools"]
+    (status, asked, _), _ = observed(server, path, loose)
+    assert status == 200 and "structural_tag" not in str(asked)
 
 
 def test_the_table_names_fields_that_there_are():

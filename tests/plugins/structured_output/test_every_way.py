@@ -28,12 +28,28 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+
+
+def guarded(*, is_parallel: bool) -> dict:
+    content = {"type": "sequence", "elements": [
+        {"type": "json_schema", "json_schema": {"enum": [1, 2, True]}}, {"type": "const_string", "value": "e"},
+    ]}  # fmt: skip
+    return {
+        "type": "guarded",
+        "triggers": [{"text": letter, "content": content} for letter in "eatr"],
+        "repeats": is_parallel,
+    }
+
+
 KINDS = (
     {"json": SCHEMA, "disable_any_whitespace": True},
     {"json": SCHEMA},
     {"regex": "[0-9]{3}-[a-c]{1,6}"},
     {"choice": ["Positive", "Negative"]},
     {"grammar": 'root ::= ("ab" | "c") [0-9]{1,3} root?'},
+    # Free text until one of a few letters, which begins a call: what strict functions ask for.
+    {"structural_tag": {"format": guarded(is_parallel=True)}},
+    {"structural_tag": {"format": guarded(is_parallel=False)}},
 )
 
 
