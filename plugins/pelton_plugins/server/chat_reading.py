@@ -19,7 +19,6 @@ from pelton.parsing.interface import Arguments, Content, Event, ParserContext, R
 from pelton.sampling_params import SamplingParams, StructuredOutputsParams
 from pelton_plugins.server.parsing import AnswerPlan, AnswerReader, NamedReader, Parsers
 from pelton_plugins.server.protocol import ChatCompletionRequest
-from pelton_plugins.server.structured_outputs import constraint_field
 from pelton_plugins.server.tools import NamedTool, constraint, functions
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -145,17 +144,12 @@ def read_chat(
             params = msgspec.structs.replace(params, skip_special_tokens=False)
     is_parallel = request.parallel_tool_calls is not False
     forced = constraint(request.tools or (), request.tool_choice, is_parallel=is_parallel)
-    chosen = strict_calls(plan, is_parallel=is_parallel) if kind == "auto" and plan is not None else None
-    if forced is not None:
-        params = msgspec.structs.replace(params, structured_outputs=forced)
-    elif chosen is not None:
-        if params.structured_outputs is not None:
-            raise RequestError(
-                f"{constraint_field(request) or 'structured_outputs'} does not go with functions that are strict and "
-                'tool_choice "auto": leave strict out, or send tool_choice "none" or "required".',
-                param=constraint_field(request) or "structured_outputs",
-            )
-        params = msgspec.structs.replace(params, structured_outputs=chosen)
+    is_free = (
+        kind == "auto" and params.structured_outputs is None
+    )  # another constraint holds the whole answer: no call is in it
+    chosen = strict_calls(plan, is_parallel=is_parallel) if is_free and plan is not None else None
+    if (held := forced or chosen) is not None:
+        params = msgspec.structs.replace(params, structured_outputs=held)
     constrained = params.structured_outputs
     ends = () if plan is None or chosen is not None else plan.chain[0].reasoning_end
     if constrained is not None and constrained.reasoning_end is None and ends:
