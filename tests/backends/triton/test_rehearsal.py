@@ -11,7 +11,10 @@ from pelton.testing.models import make_tiny_checkpoint
 
 
 def starts(count: int, cache: Path, *arguments: str) -> list[dict[str, int]]:
-    environment = {"TRITON_CACHE_DIR": str(cache), "OPENBLAS_NUM_THREADS": "1"}  # else numpy starts threads, which no fork has
+    environment = {
+        "TRITON_CACHE_DIR": str(cache),
+        "OPENBLAS_NUM_THREADS": "1",
+    }  # else numpy starts threads, which no fork has
     found = run_program("pelton_rehearsed.py", str(count), *arguments, **environment)
     assert len(found) == count
     return found
