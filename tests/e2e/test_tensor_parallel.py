@@ -17,6 +17,7 @@ from pelton_e2e import (
     greedy,
     greedy_reference,
     make_llm,
+    processes_of,
     ranks_below,
     references_in,
     serving,
@@ -158,6 +159,7 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(
             return httpx.post(f"{url}/v1/completions", json=body | more, timeout=60)
 
         assert ask().json()["choices"][0]["token_ids"] == reference.outputs[2]
+        assert processes_of(process.pid) == {"server": 1, "engine": 1, "rank": 2}, "as docs/parallelism.md says"
         (victim, *_) = ranks_below(process.pid)
         with httpx.stream("POST", f"{url}/v1/completions", json=body | {"max_tokens": 300, "stream": True}) as stream:
             lines = stream.iter_lines()

@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,6 +287,20 @@ def ranks_below(pid: int) -> list[int]:
             found.append(child)
         found += ranks_below(child)
     return found
+
+
+def processes_of(pid: int) -> Counter[str]:
+    """Every process of a running server, by what it is."""
+    import psutil
+
+    from pelton_plugins.bench.soak.chaos import API, ENGINE, RANK
+
+    parts = {ENGINE: "engine", API: "API process", RANK: "rank", "pelton.cli.main": "server"}
+    server = psutil.Process(pid)
+    commands = [one.cmdline() for one in (server, *server.children(recursive=True))]
+    return Counter(
+        next((part for module, part in parts.items() if module in command), " ".join(command)) for command in commands
+    )
 
 
 def gauge(url: str, name: str) -> float:
