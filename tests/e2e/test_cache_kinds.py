@@ -23,7 +23,7 @@ from pelton.layers.norm import RMSNorm
 from pelton.plugins import load_plugins, register
 from pelton.testing.models import VOCAB_SIZE
 
-NUM_TOKENS = 40
+NUM_TOKENS = 20  # every prompt goes on over the end of a block
 LENGTHS = (1, 5, 16, 17, 48, 129, 200)
 
 
@@ -52,8 +52,11 @@ def test_reference_has_no_ties(reference: Reference) -> None:
     ],
 )
 def test_ids_equal_transformers(reference: Reference, settings: dict[str, Any]) -> None:
+    every = slice(
+        None, None, 2 if settings.get("max_num_seqs") == 1 else 1
+    )  # a prompt alone is as many steps as all of them
     with make_llm(reference.path, **settings) as llm:
-        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        assert generate(llm, reference.prompts[every], greedy(NUM_TOKENS)) == reference.outputs[every]
         assert llm.kv_cache_usage() == 0.0
 
 
@@ -63,8 +66,8 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
         again = llm.generate([{"prompt_token_ids": p} for p in reference.prompts], greedy(NUM_TOKENS), use_tqdm=False)
         assert [list(o.outputs[0].token_ids) for o in again] == reference.outputs
         assert sum(o.num_cached_tokens or 0 for o in again) >= 256
-        longer = [p + out[:20] for p, out in zip(reference.prompts, reference.outputs, strict=True)]
-        assert generate(llm, longer, greedy(NUM_TOKENS - 20)) == [out[20:] for out in reference.outputs]
+        longer = [p + out[:8] for p, out in zip(reference.prompts, reference.outputs, strict=True)]
+        assert generate(llm, longer, greedy(NUM_TOKENS - 8)) == [out[8:] for out in reference.outputs]
 
 
 @pytest.mark.parametrize("family, num_blocks", [("deepseek_v3", 20), ("deepseek_v32", 20), ("gemma4", 48)])

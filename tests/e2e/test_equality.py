@@ -47,8 +47,8 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
         assert (
             sum(o.num_cached_tokens or 0 for o in again) >= 16 * sum((len(p) - 1) // 16 for p in reference.prompts) // 2
         )
-        longer = [p + out[:40] for p, out in zip(reference.prompts, reference.outputs, strict=True)]
-        assert generate(llm, longer, greedy(NUM_NEW_TOKENS - 40)) == [out[40:] for out in reference.outputs]
+        longer = [p + out[:20] for p, out in zip(reference.prompts, reference.outputs, strict=True)]
+        assert generate(llm, longer, greedy(NUM_NEW_TOKENS - 20)) == [out[20:] for out in reference.outputs]
 
 
 def test_forced_preemption_changes_nothing(reference: Reference) -> None:

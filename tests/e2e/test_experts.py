@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from pelton_plugins.models import gpt_oss
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4")
-NUM_TOKENS = 32
+NUM_TOKENS = 20  # every prompt goes on over the end of a block
 LENGTHS = (1, 5, 16, 33, 129, 200)
 
 
@@ -47,8 +47,11 @@ def test_reference_has_no_ties(reference: Reference) -> None:
     ],
 )
 def test_ids_equal_transformers(reference: Reference, settings: dict[str, Any]) -> None:
+    every = slice(
+        None, None, 2 if settings.get("max_num_seqs") == 1 else 1
+    )  # a prompt alone is as many steps as all of them
     with make_llm(reference.path, **settings) as llm:
-        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        assert generate(llm, reference.prompts[every], greedy(NUM_TOKENS)) == reference.outputs[every]
         assert llm.kv_cache_usage() == 0.0
 
 

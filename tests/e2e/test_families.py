@@ -37,7 +37,7 @@ def test_batched_and_with_prefix_hits(reference: Reference) -> None:
 
 def test_alone(reference: Reference) -> None:
     with make_llm(reference.path, max_num_seqs=1, enforce_eager=True) as llm:
-        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        assert generate(llm, reference.prompts[::2], greedy(NUM_TOKENS)) == reference.outputs[::2]
 
 
 def test_chunked_and_preempted(reference: Reference) -> None:

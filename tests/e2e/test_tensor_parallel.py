@@ -17,6 +17,7 @@ from pelton_e2e import (
     greedy,
     greedy_reference,
     make_llm,
+    processes_of,
     ranks_below,
     references_in,
     serving,
@@ -158,6 +159,7 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(
             return httpx.post(f"{url}/v1/completions", json=body | more, timeout=60)
 
         assert ask().json()["choices"][0]["token_ids"] == reference.outputs[2]
+        assert processes_of(process.pid) == {"server": 1, "engine": 1, "rank": 2}, "as docs/parallelism.md says"
 
         def rest_of_a_stream() -> str:
             """What comes after a rank was killed, which may be the end of all where the server has been quicker."""

@@ -6,8 +6,11 @@ form. A grid of five parameters asks each of these questions dozens of times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
 
 Case = tuple[int, ...]
 
@@ -24,3 +27,13 @@ def covering(cases: Sequence[Case], strength: int) -> list[int]:
         missing -= met_by[best]
         chosen.append(best)
     return sorted(chosen)
+
+
+def in_turn(first: Iterable[object], second: Sequence[object]) -> list[Any]:
+    """All pairs. Without a GPU each of the first values is met once, with one of the second ones in turn: one that the interpreter
+    takes seconds for, or that differs by what a single value asks."""
+    return [
+        pytest.param(one, other, marks=[] if (at - kind) % len(second) == 0 else [pytest.mark.gpu])
+        for at, one in enumerate(first)
+        for kind, other in enumerate(second)
+    ]

@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from pelton import LLM
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-NUM_NEW_TOKENS = 64
+NUM_NEW_TOKENS = 32  # every prompt goes on over two ends of a block
 PROMPT_LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 64, 100, 129, 200, 255, 300)
 
 
@@ -295,6 +296,20 @@ def ranks_below(pid: int) -> list[int]:
                     found.append(child)
             found += ranks_below(child)
     return found
+
+
+def processes_of(pid: int) -> Counter[str]:
+    """Every process of a running server, by what it is."""
+    import psutil
+
+    from pelton_plugins.bench.soak.chaos import API, ENGINE, RANK
+
+    parts = {ENGINE: "engine", API: "API process", RANK: "rank", "pelton.cli.main": "server"}
+    server = psutil.Process(pid)
+    commands = [one.cmdline() for one in (server, *server.children(recursive=True))]
+    return Counter(
+        next((part for module, part in parts.items() if module in command), " ".join(command)) for command in commands
+    )
 
 
 def gauge(url: str, name: str) -> float:

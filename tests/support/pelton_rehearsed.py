@@ -1,11 +1,12 @@
-"""A first or second start of a tiny model for compute capability 9.0, and steps of odd sizes after it, all compiled only; says in
-a line of JSON how many kernels each compiled.
+"""Starts of a tiny model for compute capability 9.0, and steps of odd sizes after each, all compiled only; says in a line of JSON
+for each start how many kernels it compiled.
 
-    python pelton_rehearsed.py FAMILY MODE [KV_DTYPE]        a program of its own: other tests interpret Triton's kernels
+    python pelton_rehearsed.py STARTS FAMILY MODE [KV_DTYPE]      a program of its own: other tests interpret Triton's kernels
 
 FAMILY may also be the folder of such a model: making one imports transformers, which takes seconds.
 
-Tensors are on the CPU, where torch's part of a step runs.
+Tensors are on the CPU, where torch's part of a step runs, without its products. Each start is a fork of a process that has only
+imported modules, which takes longer than a second start.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from pelton_sm90 import Hopper
+from torch.overrides import TorchFunctionMode
 from triton.runtime import driver
 
 import pelton_backends.triton
@@ -69,6 +71,16 @@ class HopperPlatform(CPUPlatform):
 
     def capability(self, local_rank: int = 0) -> tuple[int, int]:
         return 9, 0
+
+
+class WithoutProducts(TorchFunctionMode):
+    """A product of matrices is zeros, as all else is that a kernel of Triton leaves: torch's take half of a second start."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not torch.mm:
+            return func(*args, **(kwargs or {}))
+        out = (kwargs or {}).get("out")
+        return args[0].new_zeros(len(args[0]), args[1].shape[1]) if out is None else out.zero_()
 
 
 QUICK = Path(__file__).with_name("pelton_quick")
@@ -130,8 +142,7 @@ def odd_steps(runner: ModelRunner) -> None:
 
 
 @torch.inference_mode()
-def main(family: str, mode: str, kv_dtype: str = "auto") -> None:
-    pretend_hopper()
+def count_compiled(family: str, mode: str, kv_dtype: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         worker = start(family, CUDAGraphMode(mode), kv_dtype, Path(folder))
     runner = worker.runner
@@ -152,7 +163,21 @@ def main(family: str, mode: str, kv_dtype: str = "auto") -> None:
         "of_all_layers": compile_ahead(lambda: run(plan.all()[::5])),
         "of_odd_steps": compile_ahead(lambda: odd_steps(runner)),
     }
-    print(json.dumps(told))
+    return told
+
+
+def main(starts: str, family: str, mode: str, kv_dtype: str = "auto") -> None:
+    pretend_hopper()
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread of several"
+    for _ in range(int(starts)):
+        child = os.fork()
+        if child == 0:
+            with WithoutProducts():
+                print(json.dumps(count_compiled(family, mode, kv_dtype)))
+            return
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(f"a start ended with {os.waitstatus_to_exitcode(status)}")
 
 
 if __name__ == "__main__":

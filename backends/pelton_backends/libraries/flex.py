@@ -116,7 +116,8 @@ def _flex(device_type: str) -> Callable[..., Any]:
         return torch.compile(flex_attention, dynamic=True)
 
     def plain(*arguments: Any, **named: Any) -> Any:
-        with warnings.catch_warnings():
+        # Without a stance torch traces it for each new shape, a second or two each time, only to run the same operations.
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile.*")
             return flex_attention(*arguments, **named)
 

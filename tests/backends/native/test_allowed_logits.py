@@ -63,12 +63,11 @@ def dirty(monkeypatch):
 
 
 def mask_of(state, sets):
-    words = torch.zeros(state.max_num_seqs + 1, -(-state.vocab_size // 32), dtype=torch.int64)
+    words = torch.zeros(state.max_num_seqs + 1, -(-state.vocab_size // 32) * 32, dtype=torch.int64)
     has_mask = torch.zeros(state.max_num_seqs + 1, dtype=torch.bool)
     for slot, tokens in sets.items():
-        has_mask[slot] = True
-        for token in tokens:
-            words[slot, token // 32] |= 1 << (token % 32)
+        has_mask[slot], words[slot, tokens] = True, 1
+    words = (words.view(len(words), -1, 32) << torch.arange(32)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32), has_mask
 
 

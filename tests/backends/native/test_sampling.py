@@ -219,12 +219,11 @@ def test_law_by_chi_square(params, vocab):
 
 
 def masked(state, allowed: dict[int, list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    words = torch.zeros(state.max_num_seqs + 1, -(-state.vocab_size // 32), dtype=torch.int64)
+    words = torch.zeros(state.max_num_seqs + 1, -(-state.vocab_size // 32) * 32, dtype=torch.int64)
     has_mask = torch.zeros(state.max_num_seqs + 1, dtype=torch.bool)
     for slot, tokens in allowed.items():
-        has_mask[slot] = True
-        for token in tokens:
-            words[slot, token // 32] |= 1 << (token % 32)
+        has_mask[slot], words[slot, tokens] = True, 1
+    words = (words.view(len(words), -1, 32) << torch.arange(32)).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32), has_mask
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pelton_covering import in_turn
 
 from pelton.attention.interface import AttentionNeeds, GraphSupport
 from pelton.attention.metadata import BatchDescriptor
@@ -14,7 +15,15 @@ from pelton.entries import BackendEntry
 from pelton.layers.attention import AttentionLayer
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
-from pelton.testing.attention import CASES, JUNK_CASES, MIXED, AttentionBackendConformance, AttentionCase, AttentionStep
+from pelton.testing.attention import (
+    CASES,
+    JUNK_CASES,
+    MIXED,
+    PART_CASES,
+    AttentionBackendConformance,
+    AttentionCase,
+    AttentionStep,
+)
 from pelton.testing.latent_attention import LatentAttentionConformance
 from pelton.testing.model_driver import make_test_build
 from pelton.testing.plugins import plugins_of
@@ -28,6 +37,7 @@ from pelton_backends.triton.sparse import TritonSparseBackend
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+FEW_CASES = ("decodes-of-odd-lengths", "mixed-padded", "blocks-of-seven", "float16")
 
 
 class TestTritonBackend(AttentionBackendConformance):
@@ -41,17 +51,13 @@ class TestTritonBackend(AttentionBackendConformance):
         """Fewer cases than the suite has: the interpreter takes ten seconds for each."""
         super().test_one_bound_layer_serves_steps_of_all_kinds(name)
 
-    @pytest.mark.parametrize(
-        "name, junk",
-        [
-            pytest.param(name, junk, marks=[pytest.mark.gpu] if (at + kind) % 2 else [])
-            for at, name in enumerate(JUNK_CASES)
-            for kind, junk in enumerate(("infinity", "largest"))
-        ],
-    )
+    @pytest.mark.parametrize("name, junk", in_turn(JUNK_CASES, ("infinity", "largest")))
     def test_what_is_no_rows_is_selected_away(self, name: str, junk: str) -> None:
-        """Each case with one of them alone in the interpreter, in turn."""
         super().test_what_is_no_rows_is_selected_away(name, junk)
+
+    @pytest.mark.parametrize("name, num_ranks", in_turn(PART_CASES, (2, 3)))
+    def test_parts_of_ranks_are_the_whole(self, name: str, num_ranks: int) -> None:
+        super().test_parts_of_ranks_are_the_whole(name, num_ranks)
 
     @pytest.mark.covering(2)
     @pytest.mark.parametrize("in_keys", [True, False], ids=["keys", "values"])
@@ -65,10 +71,25 @@ class TestTritonMLABackend(LatentAttentionConformance):
     backend = TritonMLABackend
     device = DEVICE
 
+    @pytest.mark.parametrize(
+        "name, num_ranks",
+        in_turn(("decodes-of-odd-lengths", "mixed-padded", "blocks-of-seven", "long-row", "bfloat16"), (3, 2)),
+    )
+    def test_parts_of_ranks_are_the_whole(self, name: str, num_ranks: int) -> None:
+        super().test_parts_of_ranks_are_the_whole(name, num_ranks)
+
+    @pytest.mark.parametrize("name, junk", in_turn(FEW_CASES, ("infinity", "largest")))
+    def test_what_is_no_rows_is_selected_away(self, name: str, junk: str) -> None:
+        super().test_what_is_no_rows_is_selected_away(name, junk)
+
 
 class TestTritonSparseBackend(SparseAttentionConformance):
     backend = TritonSparseBackend
     device = DEVICE
+
+    @pytest.mark.parametrize("name, junk", in_turn(FEW_CASES, ("infinity", "largest")))
+    def test_what_is_no_rows_is_selected_away(self, name: str, junk: str) -> None:
+        super().test_what_is_no_rows_is_selected_away(name, junk)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])

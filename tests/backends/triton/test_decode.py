@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from pelton_covering import in_turn
 
 from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import page_views
@@ -293,8 +294,7 @@ FUSED = [(f, schedule) for f in FEATURES for schedule in ("early", "streamed")]
 FUSED += [(f, schedule) for f in PLAIN[:4] for schedule in ("direct", "dealt-early")]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("cuts", [2, 4])
+@pytest.mark.parametrize("schedule, cuts", in_turn(SCHEDULES, (2, 4)))
 def test_heads_of_large_groups_are_cut(
     device: torch.device, schedule: str, cuts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,8 +319,7 @@ def test_fused_decode_equals_the_reference_seam_and_the_oracle(
     check_fused(Case(**FEATURES[feature]), device, SCHEDULES[schedule])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("junk", [float("inf"), 3e38])
+@pytest.mark.parametrize("schedule, junk", in_turn(SCHEDULES, (float("inf"), 3e38)))
 def test_no_junk_but_nan_matters_either(device: torch.device, junk: float, schedule: str) -> None:
     check_fused(Case(window=40, junk=junk), device, SCHEDULES[schedule])
     check_decode(Case(sinks=True, junk=-junk), device, SCHEDULES[schedule])
@@ -351,15 +350,17 @@ def test_what_8_bits_cannot_hold_becomes_their_largest(device: torch.device, kv_
     assert (step.output[0] == -largest).all(), "the row's own value is the cache's"
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize(
-    "shape",
-    [LaunchShape(40, 0, 16, 2), LaunchShape(45, 0, 16, 2, is_dealt=True), LaunchShape(0, 90, 16, 2)],
-    ids=["direct", "dealt", "streamed"],
-)
-def test_many_parts_are_merged_by_several_programs(device: torch.device, shape: LaunchShape, sinks: bool) -> None:
+MANY_PARTS = {
+    "direct": LaunchShape(40, 0, 16, 2),
+    "dealt": LaunchShape(45, 0, 16, 2, is_dealt=True),
+    "streamed": LaunchShape(0, 90, 16, 2),
+}
+
+
+@pytest.mark.parametrize("schedule, sinks", in_turn(MANY_PARTS, (True, False)))
+def test_many_parts_are_merged_by_several_programs(device: torch.device, schedule: str, sinks: bool) -> None:
     case = Case(lengths=(640, 0, 17), num_heads=2, num_kv_heads=1, head_dim=16, sinks=sinks)
-    check_decode(case, device, shape, repeats=2)
+    check_decode(case, device, MANY_PARTS[schedule], repeats=2)
 
 
 @pytest.mark.parametrize("lengths", [(700, 20, 1, 0, 90), (33, 33, 33), (1, 1, 1, 1, 1, 1, 1), (0, 0), (900, 1)])
