@@ -449,7 +449,9 @@ def without_chunks(config: EngineConfig, model: ResolvedModel) -> EngineConfig:
     """Switch chunked prefill off for a model whose tokens see later ones: it needs each prompt whole."""
     if model.pooling is None or not model.pooling.attends_both_ways:
         return config
-    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False))
+    return msgspec.structs.replace(
+        config, scheduler=msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
+    )
 
 
 def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineConfig:
