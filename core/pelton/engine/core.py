@@ -449,8 +449,9 @@ def without_chunks(config: EngineConfig, model: ResolvedModel) -> EngineConfig:
     """Switch chunked prefill off for a model whose tokens see later ones: it needs each prompt whole."""
     if model.pooling is None or not model.pooling.attends_both_ways:
         return config
-    scheduler = msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
-    return msgspec.structs.replace(config, scheduler=scheduler)
+    return msgspec.structs.replace(
+        config, scheduler=msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
+    )
 
 
 def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineConfig:
@@ -461,10 +462,10 @@ def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
     max_num_seqs, max_num_batched_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if max_num_seqs is None or max_num_batched_tokens is None:
         platform = select_platform(config, plugins)
-        max_num_seqs = max_num_seqs or platform.default_max_num_seqs
-        max_num_batched_tokens = max_num_batched_tokens or max(
-            platform.default_max_num_batched_tokens, 0 if scheduler.enable_chunked_prefill else model.max_model_len
-        )
+        scale = platform.encoder_scale if model.pooling is not None and model.pooling.attends_both_ways else 1
+        max_num_seqs = max_num_seqs or platform.default_max_num_seqs * scale
+        least = 0 if scheduler.enable_chunked_prefill else model.max_model_len
+        max_num_batched_tokens = max_num_batched_tokens or max(platform.default_max_num_batched_tokens * scale, least)
     resolved = msgspec.structs.replace(
         scheduler, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )

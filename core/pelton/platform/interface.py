@@ -22,6 +22,8 @@ class Platform(ABC):
     device_type: ClassVar[str]  # torch's word: "cpu", "cuda"; backends are offered by this
     default_max_num_batched_tokens: ClassVar[int] = 2048
     default_max_num_seqs: ClassVar[int] = 256
+    encoder_scale: ClassVar[int] = 1
+    """What both defaults are multiplied by for models whose tokens see later ones: nobody waits for a next token of theirs."""
     target_step_s: ClassVar[float | None] = None
     """Where `max_num_batched_tokens` is not set: how long a step may last, by the speed that the worker measures at its start;
     the default is lowered for it. None: it stays."""

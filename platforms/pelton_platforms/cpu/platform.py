@@ -30,6 +30,7 @@ class CPUPlatform(Platform):
     device_type: ClassVar[str] = "cpu"
     default_max_num_batched_tokens: ClassVar[int] = 2048
     default_max_num_seqs: ClassVar[int] = 64
+    encoder_scale: ClassVar[int] = 2
     target_step_s: ClassVar[float | None] = 0.7  # attention over a long context comes on top
     default_dtype: ClassVar[str] = "float32"
     supported_graph_modes: ClassVar[tuple[CUDAGraphMode, ...]] = (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)

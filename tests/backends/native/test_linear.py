@@ -88,6 +88,19 @@ def test_a_row_of_a_loaded_product_does_not_depend_on_the_others(isa, dtype):
     assert spoilt[3].isnan().all() and spoilt[40].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("in_features", [126, 128, 130, 300])
+@pytest.mark.parametrize("form", [NativeLinear, Loaded(NativeLinear)], ids=["plain", "loaded"])
+def test_a_row_among_many_groups_is_what_it_is_among_few(isa, dtype, in_features, form):
+    """Many rows meet a panel part by part; few meet it whole."""
+    case = make_case(1030, in_features, 70, dtype, CPU, norm=False, bias=True)
+    op = form.bind(case.needs, case.tensors)
+    together = op(case.hidden.clone())
+    for first in (0, 255, 512, 997):
+        alone = op(case.hidden[first : first + 33].clone())
+        assert torch.equal(alone, together[first : first + 33])
+
+
 @pytest.mark.parametrize("num_ids", [0, 1, 7, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [None, 1.7])

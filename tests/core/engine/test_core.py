@@ -16,6 +16,7 @@ from pelton.messages.outputs import FinishReason
 from pelton.messages.report import StepFit
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import HOST_STAGES
+from pelton.model.pooling import PoolingSpec
 from pelton.plugins import load_plugins
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.testing.fake_executor import FakeExecutor
@@ -428,6 +429,26 @@ def test_sizes_come_from_the_platform_when_unset(make_core, monkeypatch):
     assert (core.info.max_num_seqs, core.info.max_num_batched_tokens) == (7, 99)
     core, _ = make_core(max_num_seqs=3, max_num_batched_tokens=None, enable_chunked_prefill=False)
     assert (core.info.max_num_seqs, core.info.max_num_batched_tokens) == (3, 128)
+
+
+def test_steps_of_encoders_take_more_where_the_platform_says_so(plugins, monkeypatch):
+    class Platform:
+        default_max_num_seqs = 7
+        default_max_num_batched_tokens = 99
+        encoder_scale = 2
+
+    monkeypatch.setattr("pelton.platform.select.select_platform", lambda config, plugins: Platform())
+
+    def sizes(*, attends_both_ways, **settings):
+        spec = PoolingSpec(tasks=["embed"], pooling_type="mean", attends_both_ways=attends_both_ways)
+        model = msgspec.structs.replace(fake_resolved_model(), pooling=spec)
+        found = core_module.resolve_sizes(EngineConfig.from_flat(**settings), model, plugins).scheduler
+        return found.max_num_seqs, found.max_num_batched_tokens
+
+    assert sizes(attends_both_ways=True) == (14, 198)
+    assert sizes(attends_both_ways=True, enable_chunked_prefill=False) == (14, 256)  # max_model_len
+    assert sizes(attends_both_ways=True, max_num_seqs=3) == (3, 198)
+    assert sizes(attends_both_ways=False) == (7, 99)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ enum {
     MOST_SUMS = NUM_REGISTERS == 32 ? 24 : 12,  /* registers; the others have weights, a factor and a mask */
     MOST_WIDE_SUMS = NUM_REGISTERS == 32 ? 24 : 8,
     CHUNK = 128,                                /* lines of a panel that stay in the L1 cache while their vectors take turns */
+    TILE_ROWS = NUM_REGISTERS == 16 && PANEL_VECS == 4 ? 3 : MOST_ROWS, /* that whole lines meet, where a part is in the L1 cache */
     DOT_ROWS = 4,
 };
 
@@ -108,6 +109,20 @@ INLINE void multiply_block(const float *rows, const char *panel, int64_t k, floa
 #define EACH_MORE_ROWS(DTYPE)
 #endif
 
+/* The same of tiles, whose sums leave a register for each of a line's vectors and for a factor. */
+#if VEC_BYTES == 32
+#define VECS_OF_TILE(M) PANEL_VECS
+#define EACH_TILE TILE(1) TILE(2) TILE(3)
+#elif VEC_BYTES == 64
+#define VECS_OF_TILE(M) PANEL_VECS
+#define EACH_TILE                                                                       \
+    TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7) TILE(8) TILE(9) TILE(10)    \
+    TILE(11) TILE(12)
+#else
+#define VECS_OF_TILE(M) VECS_OF(M)
+#define EACH_TILE TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#endif
+
 #if HAS_BF16_PANELS
 static void multiply_bf16(const void *rows, const void *panel, int64_t k, float *sums, const char *fetch, int64_t fetch_bytes,
                           int64_t m) {
@@ -118,6 +133,44 @@ static void multiply_bf16(const void *rows, const void *panel, int64_t k, float 
 static void multiply_f32(const void *rows, const void *panel, int64_t k, float *sums, const char *fetch, int64_t fetch_bytes,
                          int64_t m) {
     switch (m) { EACH_ROWS(DTYPE_F32) EACH_MORE_ROWS(DTYPE_F32) }
+}
+
+/* M rows of a block of `stride` times `count` lines of a panel, added to sums [M][PANEL]. */
+INLINE void add_lines(const float *rows, int64_t stride, const char *lines, int64_t count, float *result, int is_first, int M) {
+    int V = VECS_OF_TILE(M);
+#pragma GCC unroll 1
+    for (int first = 0; first < PANEL_VECS; first += V) {
+        const float *factors = rows;
+        const char *line = lines + first * VEC_BYTES;
+        float *to = result + first * LANES;
+        vec sums[MOST_ROWS][PANEL_VECS];
+#pragma GCC unroll 12
+        for (int row = 0; row < M; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++)
+                sums[row][v] = is_first ? vec_all(0.0f) : vec_load(to + row * PANEL + v * LANES);
+        for (int64_t i = 0; i < count; i++) {
+            add_line(factors, line, sums, M, V, DTYPE_F32);
+            factors += stride, line += LINE_BYTES;
+        }
+#pragma GCC unroll 12
+        for (int row = 0; row < M; row++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++)
+                vec_store(to + row * PANEL + v * LANES, sums[row][v]);
+    }
+}
+
+#define TILE(M)                                                                                 \
+    case M:                                                                                     \
+        add_lines(rows, m, lines, count, sums, start == 0, M);                                  \
+        break;
+
+static void multiply_part_f32(const void *block, const void *panel, int64_t start, int64_t count, float *sums, int64_t m) {
+    const float *rows = block;
+    const char *lines = (const char *)panel + start * LINE_BYTES;
+    for (int64_t left = m; left > 0; left -= TILE_ROWS, rows += TILE_ROWS, sums += TILE_ROWS * PANEL)
+        switch (least(left, TILE_ROWS)) { EACH_TILE }
 }
 
 /* ---- panels of a plain weight ---- */
@@ -159,8 +212,9 @@ static void pack_panel_wide(const struct shape *shape, const void *weight, int64
 
 /* ---- rows ---- */
 
-/* `m` rows of `k` numbers -> [k][m] float32. Vectors are written over each other's ends, which the next ones repair. */
-INLINE void pack_block(const void *rows, int64_t m, int64_t k, float *to, int dtype) {
+/* `k` numbers of `m` rows, `stride` numbers apart -> [k][m] float32. Vectors are written over each other's ends, which the next ones
+   repair. */
+INLINE void pack_block(const void *rows, int64_t m, int64_t k, int64_t stride, float *to, int dtype) {
     enum { GROUPS = (MOST_ROWS + LANES - 1) / LANES };
     int64_t i = 0, step = (GROUPS * LANES + m - 1) / m; /* so many numbers of each row have room for what is written behind */
     if (m == 1) {
@@ -174,7 +228,7 @@ INLINE void pack_block(const void *rows, int64_t m, int64_t k, float *to, int dt
         for (int64_t group = 0; group < groups; group++) {
 #pragma GCC unroll 16
             for (int row = 0; row < LANES; row++)
-                numbers[group][row] = load_lanes(rows, least(group * LANES + row, m - 1) * k + i, dtype);
+                numbers[group][row] = load_lanes(rows, least(group * LANES + row, m - 1) * stride + i, dtype);
             vec_transpose(numbers[group]);
         }
         for (int64_t number = 0; number < LANES; number++)
@@ -183,16 +237,20 @@ INLINE void pack_block(const void *rows, int64_t m, int64_t k, float *to, int dt
     }
     for (; i < k; i++)
         for (int64_t row = 0; row < m; row++)
-            to[i * m + row] = load(rows, row * k + i, dtype);
+            to[i * m + row] = load(rows, row * stride + i, dtype);
 }
 
 static void pack_block_bf16(const void *rows, int64_t m, int64_t k, void *to) {
-    pack_block(rows, m, k, to, DTYPE_BF16);
+    pack_block(rows, m, k, k, to, DTYPE_BF16);
     if (k % 2 && HAS_BF16_PANELS)
         memset((float *)to + k * m, 0, (size_t)m * sizeof(float));
 }
 
-static void pack_block_f32(const void *rows, int64_t m, int64_t k, void *to) { pack_block(rows, m, k, to, DTYPE_F32); }
+static void pack_block_f32(const void *rows, int64_t m, int64_t k, void *to) { pack_block(rows, m, k, k, to, DTYPE_F32); }
+
+static void pack_part_f32(const void *rows, int64_t m, int64_t k, int64_t start, int64_t count, void *to) {
+    pack_block((const float *)rows + start, m, count, k, to, DTYPE_F32);
+}
 
 /* ---- few rows times a plain weight ---- */
 
@@ -444,7 +502,7 @@ const struct engine pelton_vec_bf16 = {
 const struct engine pelton_vec_f32 = {
     .most_rows = MOST_ROWS, .dot_rows = DOT_ROWS, .near_rows = NEAR_ROWS, .fetch_far = FETCH_FAR, .x_bytes = sizeof(float),
     .weight_bytes = sizeof(float), .step = 1, .pack_panel = pack_panel_f32, .pack_block = pack_block_f32,
-    .multiply = multiply_f32, .spread_rows = spread_rows_f32, .dots = dots_f32, .prepare = prepare_f32, .finish = finish_f32,
+    .multiply = multiply_f32, .part = CHUNK, .pack_part = pack_part_f32, .multiply_part = multiply_part_f32, .spread_rows = spread_rows_f32, .dots = dots_f32, .prepare = prepare_f32, .finish = finish_f32,
 };
 
 const struct engine pelton_vec_mixed = {

@@ -13,7 +13,9 @@ enum {
        where the cores share no L3, nothing where they do. With fewer rows, reading the weight twice costs more. */
     MANY_ROWS = 64,
     GROUP_ROWS = 32,         /* of one thread, at least */
+    EVEN_BLOCKS = 8,         /* of a group, below which all groups have as many */
     GROUP_BYTES = 512 << 10, /* packed rows that panels are multiplied with before others: half of an L2 cache */
+    PART_BYTES = 128 << 10,  /* the same of a part of rows, whose sums are about a fourth of it */
     TASK_BYTES = 256 << 10,  /* of a weight, that a task reads if its sums take no more than */
     TASK_SUMS = 16 << 10,    /* bytes */
     SMALL_PRODUCT = 1 << 16, /* multiplications: no more are worth a second thread */
@@ -33,9 +35,9 @@ struct call {
     int64_t k, num_blocks, num_groups;
     int64_t line_bytes, packed_bytes, group_rows; /* of a row, plain and packed; rows of the largest group */
     int64_t num_parts, task_panels;               /* parts of the panels, one of a task; panels of the largest */
-    int is_few, is_dots;
+    int is_few, is_dots, has_parts;
     char *rows;   /* few: as the op's dtype has them, normed */
-    char *packed; /* many: packed rows */
+    char *packed; /* many: packed rows; with parts, of each group all blocks' first part, then their second one */
     int *failed;
 };
 
@@ -81,6 +83,12 @@ static void prepare_row(void *context, int64_t task, struct turn *turn) {
     call->engine->prepare(call->op, &call->in, task, call->rows + task * call->line_bytes);
 }
 
+/* Where part [start, start + count) of `m` rows from `first` on is packed. */
+INLINE char *part_at(const struct call *call, int64_t group, int64_t first, int64_t start, int64_t count) {
+    int64_t begin = block_start(call, group_start(call, group)), rows = block_start(call, group_start(call, group + 1)) - begin;
+    return call->packed + begin * call->packed_bytes + (start * rows + count * (first - begin)) * call->engine->x_bytes;
+}
+
 /* Norm and pack one block, where many. */
 static void prepare_block(void *context, int64_t block, struct turn *turn) {
     const struct call *call = context;
@@ -98,7 +106,17 @@ static void prepare_block(void *context, int64_t block, struct turn *turn) {
             engine->prepare(call->op, &call->in, first + i, room.lines + i * call->line_bytes);
         rows = room.lines;
     }
-    engine->pack_block(rows, m, call->shape.k, call->packed + first * call->packed_bytes);
+    if (!call->has_parts) {
+        engine->pack_block(rows, m, call->shape.k, call->packed + first * call->packed_bytes);
+        return;
+    }
+    int64_t group = 0;
+    while (group_start(call, group + 1) <= block)
+        group++;
+    for (int64_t start = 0; start < call->k; start += engine->part) {
+        int64_t count = least(engine->part, call->k - start);
+        engine->pack_part(rows, m, call->shape.k, start, count, part_at(call, group, first, start, count));
+    }
 }
 
 /* All rows, for this thread. */
@@ -128,6 +146,36 @@ static void add_dots(const struct call *call, int64_t index, const struct room *
                            call->in.num_rows);
 }
 
+INLINE void fetch_part(const char *memory, int64_t bytes, int64_t index, int64_t count) {
+    for (int64_t at = round_up(bytes * index / count, 64); at < bytes * (index + 1) / count; at += 64)
+        __builtin_prefetch(memory + at, 0, 2);
+}
+
+/* The results' places: whole panels of rows that lie far apart, for which `finish` would wait one after the other. */
+INLINE void fetch_output(const struct call *call, int64_t index, int64_t row, int64_t m) {
+    int64_t bytes = (int64_t)call->row_bytes / call->op->output_stride;
+    const char *to = call->output + row * (int64_t)call->row_bytes + index * call->shape.width * bytes;
+    for (int64_t i = 0; i < m; i++, to += call->row_bytes)
+        for (int64_t at = 0; at < columns_of(&call->shape, index) * bytes; at += 64)
+            __builtin_prefetch(to + at, 1, 2);
+}
+
+/* Sums of a group's rows with a panel, part by part. The next part is fetched meanwhile, of the next panel at last. */
+static void add_parts(const struct call *call, const char *panel, int64_t index, int64_t group, float *sums) {
+    const struct engine *engine = call->engine;
+    int64_t first = group_start(call, group), last = group_start(call, group + 1), begin = block_start(call, first);
+    for (int64_t start = 0; start < call->k; start += engine->part) {
+        int64_t count = least(engine->part, call->k - start), line_bytes = PANEL * engine->weight_bytes;
+        for (int64_t block = first; block < last; block++) {
+            int64_t row = block_start(call, block), m = block_start(call, block + 1) - row;
+            fetch_part(panel + (start + count) * line_bytes, engine->part * line_bytes, block - first, last - first);
+            if (start + count == call->k)
+                fetch_output(call, index, row, m);
+            engine->multiply_part(part_at(call, group, row, start, count), panel, start, count, sums + (row - begin) * PANEL, m);
+        }
+    }
+}
+
 /* Sums of a group's rows with panel `index`. */
 static void add_blocks(const struct call *call, int64_t index, int64_t group, const struct room *room, float *sums) {
     const struct engine *engine = call->engine;
@@ -140,6 +188,10 @@ static void add_blocks(const struct call *call, int64_t index, int64_t group, co
         engine->pack_panel(&call->shape, call->op->weight, index, room->panel);
         panel = room->panel;
     }
+    if (call->has_parts) {
+        add_parts(call, panel, index, group, sums);
+        return;
+    }
     /* The next panel is fetched while this one is used, a part with every block. */
     int64_t first = group_start(call, group), last = group_start(call, group + 1), start = block_start(call, first);
     int64_t part = panel_bytes / (last - first), ahead = panel_bytes;
@@ -148,6 +200,8 @@ static void add_blocks(const struct call *call, int64_t index, int64_t group, co
     const char *rows = call->is_few ? room->rows : call->packed, *fetch = weight + ahead;
     for (int64_t block = first; block < last; block++) {
         int64_t row = block_start(call, block), m = block_start(call, block + 1) - row;
+        if (!call->is_few)
+            fetch_output(call, index, row, m);
         engine->multiply(rows + row * call->packed_bytes, panel, call->k, sums + (row - start) * PANEL, fetch, part, m);
         fetch += part;
     }
@@ -186,14 +240,18 @@ static void run_task(void *context, int64_t task, struct turn *turn) {
 static void cut_rows(struct call *call) {
     int64_t num_rows = call->in.num_rows, threads = pool_num_threads(), most_rows = call->engine->most_rows;
     call->is_few = num_rows < MANY_ROWS;
+    call->has_parts = !call->is_few && call->engine->part > 0;
     call->num_groups = 1;
     if (!call->is_few) {
-        int64_t groups = (num_rows * call->packed_bytes + GROUP_BYTES - 1) / GROUP_BYTES;
+        int64_t bytes = num_rows * (call->has_parts ? call->engine->part * call->engine->x_bytes : call->packed_bytes);
+        int64_t together = call->has_parts ? PART_BYTES : GROUP_BYTES, groups = (bytes + together - 1) / together;
         call->num_groups = most(groups, least(threads, num_rows / GROUP_ROWS));
         if (call->num_groups > threads)
             call->num_groups = round_up(call->num_groups, threads);
     }
-    call->num_blocks = round_up((num_rows + most_rows - 1) / most_rows, call->num_groups);
+    call->num_blocks = (num_rows + most_rows - 1) / most_rows;
+    if (call->num_blocks < EVEN_BLOCKS * call->num_groups) /* otherwise whole blocks count for more than groups that are alike */
+        call->num_blocks = round_up(call->num_blocks, call->num_groups);
     for (int64_t group = 0; group < call->num_groups; group++) {
         int64_t first = block_start(call, group_start(call, group)), last = block_start(call, group_start(call, group + 1));
         call->group_rows = most(call->group_rows, last - first);
