@@ -144,9 +144,8 @@ def read_chat(
             params = msgspec.structs.replace(params, skip_special_tokens=False)
     is_parallel = request.parallel_tool_calls is not False
     forced = constraint(request.tools or (), request.tool_choice, is_parallel=is_parallel)
-    is_free = (
-        kind == "auto" and params.structured_outputs is None
-    )  # another constraint holds the whole answer: no call is in it
+    # Another constraint holds the whole answer: no call is in it.
+    is_free = kind == "auto" and params.structured_outputs is None
     chosen = strict_calls(plan, is_parallel=is_parallel) if is_free and plan is not None else None
     if (held := forced or chosen) is not None:
         params = msgspec.structs.replace(params, structured_outputs=held)
