@@ -25,10 +25,9 @@ _FOLDERS = {
         "adapters admission allocations common_prefix deadlines drafts grammars invalid_blocks kv_transfers "
         "preemption request_checks request_table running scheduler slots step step_results"
     ),
-    (
-        "pelton.worker",
-        "pelton_platforms.device",
-    ): "first_start kv_pool load_weights loaded make_runner memory speed warm_up worker",
+    ("pelton.worker", "pelton_platforms.device"): (
+        "first_start kv_pool load_weights loaded make_runner memory speed warm_up worker"
+    ),
     ("pelton.worker", "pelton_platforms.device.graphs"): "capture_plan graph_columns graph_runner graph_setup",
     ("pelton.worker", "pelton_platforms.device.steps"): (
         "model_runner readback reference_step staging step_adapters step_drafts step_ops step_plan "

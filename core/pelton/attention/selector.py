@@ -196,10 +196,3 @@ class AttentionSelector:
     def graph_support(self) -> GraphSupport:
         """The least support among the model's backends."""
         return min((s.backend.graph_support for s in self._chosen.values()), default=GraphSupport.ALWAYS)
-
-
-def judge_backends(
-    entries: Iterable[BackendEntry], needs: AttentionNeeds, capability: Capability = None
-) -> list[Verdict]:
-    """`AttentionSelector.verdicts` of backends as they are, without settings."""
-    return AttentionSelector(entries, capability=capability).verdicts(needs)

@@ -16,6 +16,7 @@ from pelton.errors import EngineDeadError
 from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.request import EngineRequest
 from pelton.model.resolved import ResolvedModel
+from pelton.utils import garbage
 
 if TYPE_CHECKING:
     from pelton.engine.core import EngineCore
@@ -27,9 +28,10 @@ class InProcessClient(EngineClient):
     the event loop adds or ends waits in a list until the step is over."""
 
     def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> None:
-        from pelton.engine.core import EngineCore
+        with garbage.paused():
+            from pelton.engine.core import EngineCore
 
-        self._bind(EngineCore(config, model, plugins))
+            self._bind(EngineCore(config, model, plugins))
 
     @classmethod
     def over(cls, core: EngineCore) -> InProcessClient:

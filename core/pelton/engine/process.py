@@ -141,6 +141,7 @@ class EngineProcess:
             self._wire.send(protocol.Failed(protocol.error_info(error)))
             return
         self._wire.send(protocol.Ready(core.info))
+        gc.enable()
         try:
             self._loop(core)
         except Exception as error:
@@ -338,6 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hang-dump-s", type=float, default=60.0)
     parser.add_argument("--imports", default="", help="modules that the start needs, with commas")
     arguments = read_arguments(parser, argv)
+    gc.disable()  # until the engine has started: `garbage.paused`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     setup()

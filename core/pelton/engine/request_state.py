@@ -257,9 +257,8 @@ class RequestState:
         kind, finished = self.params.output_kind, self.unfinished == 0
         if self.processed.pooling_params is not None:
             return self._pooling_output(now) if finished else None
-        awaits = (
-            self.params.prompt_logprobs is not None and self.prompt_logprobs is None
-        )  # the first sample brings them
+        # The first sample brings them.
+        awaits = self.params.prompt_logprobs is not None and self.prompt_logprobs is None
         if not finished and (kind == RequestOutputKind.FINAL_ONLY or awaits):
             return None
         news = [sequence for sequence in self.sequences if finished or sequence.has_news(interval)]
@@ -269,9 +268,8 @@ class RequestState:
             outputs = [s.completion(delta=True) for s in news if not s.reported_finish]
         else:
             outputs = [s.completion(delta=False) for s in self.sequences]
-        prompt_logprobs = (
-            None if kind == RequestOutputKind.DELTA and self.prompt_logprobs_sent else self.prompt_logprobs
-        )
+        were_sent = kind == RequestOutputKind.DELTA and self.prompt_logprobs_sent
+        prompt_logprobs = None if were_sent else self.prompt_logprobs
         self.prompt_logprobs_sent = prompt_logprobs is not None or self.prompt_logprobs_sent
         return RequestOutput(
             request_id=self.request_id,

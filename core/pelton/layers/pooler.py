@@ -105,9 +105,8 @@ class Pooler(nn.Module):
         if self.spec.pooling_type == "last":
             last = model.hidden_states(hidden, rows.last_tokens).float().unbind()
             return {row: last[row] for row in wanted if rows.is_last[row]}
-        parts = (
-            self._sums(model, hidden, rows) if self.spec.pooling_type == "mean" else self._firsts(model, hidden, rows)
-        )
+        parts_of = self._sums if self.spec.pooling_type == "mean" else self._firsts
+        parts = parts_of(model, hidden, rows)
         found: dict[int, Tensor] = {}
         for row in wanted:
             slot, part = int(rows.slots[row]), parts[row]

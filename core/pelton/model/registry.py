@@ -92,15 +92,8 @@ def load_model_class(entry: ModelEntry) -> type[nn.Module]:
     model_class: Any = entry.resolve()
     parameters = dict(inspect.signature(model_class).parameters)
     config, prefix = parameters.pop("config", None), parameters.pop("prefix", None)
-    is_right = (
-        config is not None
-        and prefix is not None
-        and config.kind is config.KEYWORD_ONLY
-        and prefix.kind is prefix.KEYWORD_ONLY
-        and prefix.default == ""
-        and not parameters
-    )
-    if not is_right:
+    by_keyword = all(one is not None and one.kind is one.KEYWORD_ONLY for one in (config, prefix))
+    if parameters or not by_keyword or getattr(prefix, "default", None) != "":
         raise PluginError(
             f"Model {entry.name!r} ({entry.load}) is made with {inspect.signature(model_class)}; models must have {SIGNATURE}."
         )

@@ -131,9 +131,8 @@ class LinearSpec:
     has_bias: bool = optional(False)
     inputs: InputRounding | None = optional(None)  # None: as they are
     parts: tuple[int, ...] = ()  # rows of each part, in formats that keep the parts of a merged matrix apart
-    is_ordered: bool = optional(
-        False
-    )  # column c of the weight meets column `tensors["order"][c]` of the inputs; [in] int32
+    is_ordered: bool = optional(False)
+    """Column c of the weight meets column `tensors["order"][c]` of the inputs; [in] int32."""
 
 
 @dataclass(slots=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-from collections.abc import Iterator
 from contextvars import ContextVar
-from functools import reduce
+from types import CodeType, ModuleType
 from typing import Any
 
 compile_only: ContextVar[bool] = ContextVar("pelton_compile_only", default=False)
@@ -34,15 +32,17 @@ def hash_callees_first(kernel: Any) -> None:
     visit(kernel)
 
 
-def _callees(function: Any) -> Iterator[Any]:
-    """The Triton functions that its source names, by themselves or in a module."""
+def _callees(function: Any) -> list[Any]:
+    """The Triton functions that its code names, by themselves or in a module. Looking for them computes no key."""
+    names = _names(function.fn.__code__)
     known = {**function.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
-    for node in ast.walk(function.parse()):
-        names = []
-        while isinstance(node, ast.Attribute):
-            names.append(node.attr)
-            node = node.value
-        if isinstance(node, ast.Name):
-            value = reduce(lambda found, name: getattr(found, name, None), names[::-1], known.get(node.id))
-            if hasattr(value, "cache_key") and hasattr(value, "parse"):
-                yield value
+    found = [known[name] for name in names if name in known]
+    modules = {id(value): value for value in found if isinstance(value, ModuleType)}.values()
+    found += [getattr(module, name) for module in modules for name in names if hasattr(module, name)]
+    return [value for value in found if hasattr(type(value), "cache_key")]
+
+
+def _names(code: CodeType) -> list[str]:
+    """Global names, attributes and names of enclosing functions, those of functions inside too, in the order of the source."""
+    inner = (name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant))
+    return [*code.co_names, *code.co_freevars, *inner]

@@ -28,9 +28,7 @@ def own_program(module: str, *, is_bound: bool = True, **arguments: object) -> t
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path if "zip" not in path)
     if is_bound:
         command += ["--parent-pid", str(os.getpid())]
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # the kernel's signal follows the thread that starts it
+        if threading.current_thread() is threading.main_thread():  # whose end the kernel's signal follows
             command.append("--die-with-parent")
     return command, environment
 

@@ -28,6 +28,7 @@ from pelton.kv_cache.spec import KVCacheGroup, KVCachePlan, KVCacheSpec
 from pelton.logging import get_logger, setup
 from pelton.parallel.communicator import Communicator, CommunicatorContext, GroupContext, make_communicator
 from pelton.plugins import load_plugins
+from pelton.utils import garbage
 from pelton.utils.own_process import read_arguments
 from pelton_plugins.executors.in_process import InProcessExecutor, place_on_host
 from pelton_plugins.executors.multiproc import messages
@@ -71,7 +72,8 @@ class Rank:
             return
         setup(start.config.observability.log_level if self.rank == 0 else "warning")
         try:
-            self._executor = executor = self._make_executor(start)
+            with garbage.paused():
+                self._executor = executor = self._make_executor(start)
         except Exception as error:
             if not isinstance(error, PeltonError):
                 logger.exception("Rank %d did not start", self.rank)
