@@ -81,7 +81,7 @@ def quick_collections() -> Iterator[None]:
     The collector itself is tested in core/utils/test_garbage.py."""
     gc.collect()
     gc.freeze()
-    plain = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold")}
+    plain = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold", "isenabled", "disable", "enable")}
     with pytest.MonkeyPatch.context() as patch:
         nothing = lambda: None  # noqa: E731
         starts = itertools.count(1)

@@ -1,11 +1,13 @@
 """A key finds its compiled kernel; another alignment is another key."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from pelton_programs import run_program
 
 
 @triton.jit
@@ -84,3 +86,42 @@ def test_launches_give_what_the_kernel_gives(device):
             key = (alignment(part, out), amount == 1, amount % 16 == 0)
             launch(key, (1,), (part, out, amount), {"SIZE": 16, "SIGN": -1}, num_warps=1)
             assert torch.equal(out, part[:16] - amount)
+
+
+KERNELS = """
+import triton
+import triton.language as tl
+
+FACTOR = tl.constexpr({factor})
+
+@triton.jit
+def leaf(x):
+    return x * FACTOR
+
+@triton.jit
+def middle(x):
+    return leaf(x) + tl.sum(x)
+
+@triton.jit
+def outer(x):
+    return middle(x) - 1
+
+@triton.jit
+def leaf_kernel(pointer):
+    tl.store(pointer, leaf(tl.load(pointer)))
+
+@triton.jit
+def deep_kernel(pointer):
+    tl.store(pointer, outer(tl.load(pointer)))
+"""
+
+
+def test_the_key_of_a_kernel_is_the_same_whatever_was_hashed_before(tmp_path: Path) -> None:
+    """Else a process compiles again what another has left in the cache. It holds what functions three calls away are made of."""
+    found = []
+    for factor in (3, 4):
+        (tmp_path / "kernels.py").write_text(KERNELS.format(factor=factor))
+        first, second = run_program("pelton_kernel_keys.py", str(tmp_path / "kernels.py"))
+        assert first == second
+        found.append(first)
+    assert found[0].keys() == found[1].keys() and not set(found[0].values()) & set(found[1].values())

@@ -86,3 +86,15 @@ def test_a_request_that_ended_is_freed_at_once(ends: str) -> None:
     assert processor.num_unfinished == 0
     del queue
     assert is_freed() is None
+
+
+def test_the_collector_rests_during_a_start(owners: set[int]) -> None:
+    gc.enable()
+    with pytest.raises(ValueError, match="no model"), garbage.paused():
+        assert not gc.isenabled()
+        raise ValueError("no model")
+    assert gc.isenabled()
+    gc.disable()
+    with garbage.paused():
+        pass
+    assert not gc.isenabled()  # someone has switched it off
