@@ -1,11 +1,13 @@
 """Is there an NVIDIA device, and can the installed torch use it? Answered from files: nothing imports torch, and the driver
-is not initialised but for `total_memory`, so a process that only asks may fork later and pays milliseconds."""
+is not initialised but for `total_memory` and `start_context`, so a process that only asks may fork later and pays milliseconds."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,22 @@ def total_memory(index: int, load: Callable[[str], Any] = ctypes.CDLL) -> int | 
     except (OSError, AttributeError):
         return None
     return None if failed else total.value
+
+
+def start_context(index: int, load: Callable[[str], Any] = ctypes.CDLL) -> threading.Thread:
+    """Have the driver make the context of the device that torch will use, on a thread, while this one imports torch. Where it
+    cannot, torch says why."""
+
+    def make() -> None:
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        with contextlib.suppress(OSError, AttributeError):
+            driver = load(LIBRARY)
+            if not (driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index)):
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+    thread = threading.Thread(target=make, name="pelton-cuda-context", daemon=True)
+    thread.start()
+    return thread
 
 
 _AT_LEAST = 0

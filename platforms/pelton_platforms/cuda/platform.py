@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -16,7 +17,7 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.utils.cache_folder import cache_folder
 from pelton_platforms.cuda.compile_client import CompileServer, num_compilers
-from pelton_platforms.cuda.driver import stream_wait, torch_cuda_version, total_memory
+from pelton_platforms.cuda.driver import start_context, stream_wait, torch_cuda_version, total_memory
 from pelton_platforms.gpu.platform import GPUPlatform
 
 if TYPE_CHECKING:
@@ -62,7 +63,11 @@ class CUDAPlatform(GPUPlatform):
             self._first_start = FirstStart(server, self._index)
 
     def prepare(self, config: EngineConfig) -> None:
-        """At a first start processes that compile come up, beside the imports and the driver's start of this one."""
+        """The device's context is made beside the imports, where they come yet and the device is known. At a first start processes
+        that compile come up, too."""
+        parallel = config.parallel
+        if "torch" not in sys.modules and parallel.num_ranks == 1 and not parallel.has_several_engines:
+            start_context(self._index)
         marker = _marker(_set_triton_cache(), config)
         is_prepared = self._server is not None or self._first_start is not None
         if not is_prepared and not marker.exists() and importlib.util.find_spec("triton") is not None:
@@ -115,8 +120,13 @@ class CUDAPlatform(GPUPlatform):
                 self._marker.touch()
 
     def total_memory(self) -> int:
-        """Asked before a start's `prepare`, which shall not wait for torch."""
-        total = None if "torch" in sys.modules else total_memory(self._index)
+        """Asked before a start's `prepare`, which shall not wait for torch; the driver comes up meanwhile, in 0.2 s."""
+        if "torch" in sys.modules:
+            return super().total_memory()
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(total_memory, self._index)
+            import numpy  # noqa: F401 - torch will
+        total = asked.result()
         return super().total_memory() if total is None else total
 
 

@@ -76,10 +76,17 @@ def test_no_torch_has_no_cuda(monkeypatch):
 
 
 class Driver:
-    """The functions of the library that `total_memory` calls."""
+    """The functions of the library that `total_memory` and `start_context` call."""
 
     def __init__(self, status=0):
         self.cuInit = lambda flags: 0
+        self.contexts = []
+
+        def retain(context, device):
+            self.contexts.append(device.value)
+            return 0
+
+        self.cuDevicePrimaryCtxRetain = retain
 
         def get(device, index):
             device._obj.value = 7 + index
@@ -97,3 +104,13 @@ def test_memory_is_what_the_driver_says_or_unknown():
     assert driver.total_memory(1, lambda name: Driver(status=100)) is None
     assert driver.total_memory(1, lambda name: object()) is None, "a library without these functions"
     assert driver.total_memory(1, lacks) is None
+
+
+@pytest.mark.parametrize("missing", [None, "cuInit", "cuDevicePrimaryCtxRetain"])
+def test_a_context_is_made_on_a_thread_or_left_to_torch(missing):
+    library = Driver()
+    if missing is not None:
+        delattr(library, missing)
+    driver.start_context(1, lambda name: library).join()
+    assert library.contexts == ([] if missing else [8])
+    driver.start_context(1, lacks).join()

@@ -156,6 +156,20 @@ def test_default_sizes_are_known_without_torch(fake, monkeypatch):
     assert CUDAPlatform().default_max_num_seqs == 1024
 
 
+@pytest.mark.parametrize(
+    "settings, imported, started", [({}, False, [0]), ({}, True, []), ({"tensor_parallel_size": 2}, False, [])]
+)
+def test_a_context_is_made_while_torch_is_imported_where_its_device_is_known(
+    fake, monkeypatch, settings, imported, started
+):
+    found = []
+    monkeypatch.setattr(cuda, "start_context", found.append)
+    if not imported:
+        monkeypatch.delitem(sys.modules, "torch")
+    CUDAPlatform().prepare(EngineConfig.from_flat(**settings))
+    assert found == started
+
+
 def test_a_device_that_fails_leaves_no_compilers(fake, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     fake.init_error = "no driver"
