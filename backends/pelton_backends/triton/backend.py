@@ -2,7 +2,7 @@
 
 Rows with one token come first in a batch and have their own kernel; the others have prefill's. A captured step whose
 rows may be anything (`uniform_query_len` 0) launches both over all rows, and each leaves out on the device what is
-the other's.
+the other's. Kernels of steps with drafts and of ranks that keep a part of each row are imported where they are launched.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from pelton.attention.interface import (
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton_backends.context_parts import spread_refusals
 from pelton_backends.triton.attention.cascade import cascade_attention, pays
-from pelton_backends.triton.attention.context_part import context_part_attention
 from pelton_backends.triton.attention.decode import DecodeAttention, NewTokens, NormRope
-from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
 from pelton_backends.triton.attention.decode_shares import (
     LaunchShape,
     PartBuffers,
@@ -38,6 +36,8 @@ from pelton_backends.triton.runtime import has_pdl, num_sms
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pelton_backends.triton.attention.decode_drafts import DraftParts
 
 DTYPES = ("float16", "bfloat16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -173,6 +173,8 @@ class TritonBackend(AttentionBackend):
 
     def _deal_drafts(self, metadata: TritonMetadata) -> LaunchShape:
         """As `_deal`, of rows with drafts."""
+        from pelton_backends.triton.attention.decode_drafts import drafts_shape, span
+
         needs, common, num_tokens = self.needs, metadata.common, metadata.num_tokens
         shape = drafts_shape(
             common.num_reqs, needs.num_kv_heads, needs.num_heads // needs.num_kv_heads, num_tokens, self.max_model_len,
@@ -193,7 +195,11 @@ class TritonBackend(AttentionBackend):
         return common.common_prefix_len if is_used else None
 
     def bind(self, layer: AttentionParams) -> BoundAttention:
-        return TritonPartAttention(layer, self.pdl) if self._is_spread else TritonAttention(layer, self)
+        if not self._is_spread:
+            return TritonAttention(layer, self)
+        from pelton_backends.triton.attention.context_part import TritonPartAttention
+
+        return TritonPartAttention(layer, self.pdl)
 
     def part_buffers(self, num_rows: int = 0) -> PartBuffers:
         """Made once: captured graphs hold its addresses."""
@@ -208,6 +214,8 @@ class TritonBackend(AttentionBackend):
         """Made once for each number of tokens of a row: captured graphs hold its addresses."""
         parts = self._draft_parts.get(num_tokens)
         if parts is None:
+            from pelton_backends.triton.attention.decode_drafts import DraftParts
+
             needs = self.needs
             parts = self._draft_parts[num_tokens] = DraftParts.allocate(
                 self.device, max_rows=max(self.max_num_seqs, num_rows), num_heads=needs.num_heads,
@@ -219,28 +227,6 @@ class TritonBackend(AttentionBackend):
 def signed_window(needs: AttentionNeeds) -> int | None:
     """As the kernels read it: how many keys a token sees, or, below 0, the size of the aligned chunk that it sees of."""
     return -needs.attention_chunk_size if needs.attention_chunk_size else needs.sliding_window
-
-
-class TritonPartAttention(BoundAttention):
-    """A layer's attention to this rank's part of each row's tokens."""
-
-    layer: AttentionParams
-
-    def __init__(self, layer: AttentionParams, pdl: bool) -> None:
-        super().__init__(layer)
-        self._pdl = pdl
-
-    def __call__(self, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
-        raise NotImplementedError("This rank keeps a part of each row's tokens; `attend_part` attends to them.")
-
-    def attend_part(self, query: Tensor, metadata: TritonMetadata, output: Tensor, lse: Tensor) -> None:
-        layer, common = self.layer, metadata.common
-        context_part_attention(
-            query, layer.k_cache, layer.v_cache, output, lse, common.query_start_loc, common.seq_lens, common.block_table,
-            num_reqs=common.num_reqs, max_query_len=common.max_query_len, max_seq_len=common.max_seq_len,
-            scale=layer.scale, num_ranks=layer.needs.decode_context_parallel, rank=layer.needs.context_rank,
-            causal=common.causal, soft_cap=layer.soft_cap, pdl=self._pdl,
-        )  # fmt: skip
 
 
 class TritonAttention(BoundAttention):
@@ -325,6 +311,8 @@ class TritonAttention(BoundAttention):
     def _attend_drafts(
         self, query: Tensor, metadata: TritonMetadata, output: Tensor, new: NewTokens | None = None
     ) -> None:
+        from pelton_backends.triton.attention.decode_drafts import drafts_attention
+
         layer, common = self.layer, metadata.common
         assert metadata.drafts_shape is not None, "rows with drafts are dealt out by `build`"
         drafts_attention(

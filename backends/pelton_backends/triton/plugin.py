@@ -11,7 +11,8 @@ PELTON_API = ">=1,<2"
 
 _OPS = "pelton_backends.triton.ops"
 
-# op, name, priority, what to load. Priorities order the implementations of one op by the batch sizes they serve.
+# op, name, priority, what to load. Priorities order the implementations of one op by the batch sizes they serve; what serves a weight
+# format alone comes behind those of plain weights, which then do not import it.
 _ENTRIES = (
     ("embed", "triton", 50, "embed:TritonEmbed"),
     ("add_norm", "triton", 50, "linear.large_batch:TritonAddNorm"),
@@ -32,7 +33,7 @@ _ENTRIES = (
     ("linear", "triton_grouped", 50, "linear.grouped:GroupedLinear"),
     ("add_norm_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormLinear"),
     ("add_norm_gated_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormGatedLinear"),
-    ("linear", "triton_coded", 50, "linear.coded:CodedLinear"),
+    ("linear", "triton_coded", 45, "linear.coded:CodedLinear"),
     ("add_norm_logits", "triton", 50, "logits:TritonAddNormLogits"),
     ("add_norm_logits", "triton_grouped", 50, "linear.grouped_vocab:GroupedAddNormLogits"),
     ("embed", "triton_grouped", 50, "linear.grouped_vocab:GroupedEmbed"),

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pelton.attention.interface import AttentionParams, BoundAttention
 from pelton_backends.triton.attention.cascade import merge_parts, store_part
 from pelton_backends.triton.attention.prefill import LOG2E, attend_keys, choose_tiles
 from pelton_backends.triton.launch import launch
@@ -20,6 +21,8 @@ from pelton_backends.triton.runtime import launch_options, let_next_start, num_s
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pelton_backends.triton.backend import TritonMetadata
 
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(0.6931471805599453)
 MOST_SPLITS = 32
@@ -241,3 +244,25 @@ def num_splits(programs: int, max_keys: int, device: torch.device) -> int:
     """How many programs share what a tile sees: as many as fill the device twice; a power of two, since a kernel is compiled for each."""
     most = min(2 * num_sms(device) // programs, max_keys // LEAST_KEYS, MOST_SPLITS)
     return 1 << (max(most, 1).bit_length() - 1)
+
+
+class TritonPartAttention(BoundAttention):
+    """A layer's attention to this rank's part of each row's tokens."""
+
+    layer: AttentionParams
+
+    def __init__(self, layer: AttentionParams, pdl: bool) -> None:
+        super().__init__(layer)
+        self._pdl = pdl
+
+    def __call__(self, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:
+        raise NotImplementedError("This rank keeps a part of each row's tokens; `attend_part` attends to them.")
+
+    def attend_part(self, query: Tensor, metadata: TritonMetadata, output: Tensor, lse: Tensor) -> None:
+        layer, common = self.layer, metadata.common
+        context_part_attention(
+            query, layer.k_cache, layer.v_cache, output, lse, common.query_start_loc, common.seq_lens, common.block_table,
+            num_reqs=common.num_reqs, max_query_len=common.max_query_len, max_seq_len=common.max_seq_len,
+            scale=layer.scale, num_ranks=layer.needs.decode_context_parallel, rank=layer.needs.context_rank,
+            causal=common.causal, soft_cap=layer.soft_cap, pdl=self._pdl,
+        )  # fmt: skip
