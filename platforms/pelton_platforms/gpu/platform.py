@@ -122,6 +122,7 @@ class GPUPlatform(Platform):
 
         gpu = self.gpu
         gc.collect()
+        gc.freeze()  # what is left lives as long as the engine: `garbage.tune` need not look at it once more
         gpu.synchronize()
         gpu.empty_cache()
         gpu.reset_peak_memory_stats()
