@@ -413,6 +413,7 @@ def test_shares_are_of_the_weights_bytes_and_of_the_products():
     found = {"tpot_ms": 10.0, "ceiling": CEILING}
     assert cpu_sets.share_of_ceiling("latency", found, work, 0.2e9, []) == pytest.approx(0.5)
     assert cpu_sets.share_of_ceiling("latency", {"tpot_ms": 10.0}, work, 0.2e9, []) is None
+    assert cpu_sets.share_of_ceiling("latency", found | {"tpot_ms": 0.0}, work, 0.2e9, []) is None
 
 
 def test_weights_are_counted_as_they_are_read(tmp_path):

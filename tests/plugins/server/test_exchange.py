@@ -92,6 +92,7 @@ def test_a_client_that_leaves_counts_as_499(slow, statuses, is_complete):
 def test_an_unforeseen_error_counts_as_500(slow, statuses):
     slow.llm.fail_before = ZeroDivisionError()
     assert slow.post(COMPLETIONS, LONG).status_code == 500
+    assert slow.wait_for(lambda: bool(statuses))  # it is counted behind the answer
     assert statuses == [500]
 
 

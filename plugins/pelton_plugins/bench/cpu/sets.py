@@ -135,7 +135,7 @@ def share_of_ceiling(
 ) -> float | None:
     """How near a row comes to what the cores can do: one request to reading its weights, others to float32 products."""
     ceiling = found.get("ceiling")
-    if not ceiling:
+    if not ceiling or found.get("tpot_ms") == 0.0:  # by the clock the first token took as long as all
         return None
     if name == "latency":
         return weight_bytes / (ceiling["read_gb_s"] * 1e9) / (found["tpot_ms"] / 1e3)
