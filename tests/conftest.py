@@ -49,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )  # of runs that tests start; see addopts
 
 
+def pytest_runtest_setup() -> None:
+    """What a test draws without a seed of its own is the same in each run, whatever ran before in its process."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Nothing of what is collected is garbage."""

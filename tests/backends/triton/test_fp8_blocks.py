@@ -23,7 +23,9 @@ def case(device, num_rows, num_cols, size, dtype="bfloat16", has_bias=False):
 def check(needs, tensors, num_tokens):
     device = tensors.linear.tensors["weight"].device
     generator = torch.Generator(device).manual_seed(num_tokens)
-    x = torch.randn(num_tokens, needs.linear.in_features + 8, generator=generator, device=device).to(getattr(torch, needs.dtype))[:, 8:]
+    x = torch.randn(num_tokens, needs.linear.in_features + 8, generator=generator, device=device).to(
+        getattr(torch, needs.dtype)
+    )[:, 8:]
     want = Fp8BlocksReference.bind(needs, tensors)(x).float()
     got = Fp8BlocksLinear.bind(needs, tensors)(x).float()
     assert got.shape == want.shape
