@@ -87,7 +87,7 @@ QUICK = Path(__file__).with_name("pelton_quick")
 
 
 def pretend_hopper() -> None:
-    """Whoever asks what the device is hears of an H200. Kernels are compiled without its assembler."""
+    """Whoever asks what the device is hears of an H200. Kernels are compiled to their first representation alone."""
     sys.path.append(str(QUICK))  # of compilers that this process starts, too
     runpy.run_path(str(QUICK / "sitecustomize.py"))
     driver.set_active(Hopper())
