@@ -321,10 +321,11 @@ def gauge(url: str, name: str) -> float:
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 90.0) -> bool:
-    """Whether it holds before the time is over, which no machine is so slow as to need."""
-    end = time.monotonic() + seconds
+    """Whether it holds before the time is over, which no machine is so slow as to need. Looks ever less often: many ask a server."""
+    end, pause_s = time.monotonic() + seconds, 0.02
     while time.monotonic() < end:
         if condition():
             return True
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.2)
     return condition()
