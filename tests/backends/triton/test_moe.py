@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,26 +12,11 @@ from pelton.ops.interface import NormSpec
 from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, Moe, MoeNeeds, MoeTensors, RoutingSpec
 from pelton.ops.selector import reasons_against
 from pelton_backends.reference.composed_moe import ComposedAddNormMoe
-from pelton_backends.triton.ops.moe import experts, hopper
+from pelton_backends.triton.ops.moe import hopper
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
 
-
-@pytest.fixture(autouse=True)
-def large_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """The interpreter takes as long for a program of two rows as for one of sixteen; the last one has rows beyond the end."""
-    if device.type != "cpu":
-        return
-    bound = experts.BoundMoe
-    few, tile, packed_tile = bound._few_tiles, bound._tile, bound._packed_tile
-
-    def wider(tile: Any) -> Any:
-        return replace(tile, gate_columns=2 * tile.gate_columns, down_columns=2 * tile.down_columns)
-
-    monkeypatch.setattr(bound, "_few_tiles", lambda moe: tuple(replace(one, rows=8 * one.rows) for one in few(moe)))
-    monkeypatch.setattr(bound, "_tile", staticmethod(lambda *arguments: wider(tile(*arguments))))
-    monkeypatch.setattr(bound, "_packed_tile", lambda *arguments: wider(packed_tile(*arguments)))
-    monkeypatch.setattr(experts, "_DECODED_ROWS", 16)
+pytestmark = pytest.mark.usefixtures("large_programs")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
