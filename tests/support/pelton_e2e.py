@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pelton import LLM
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
-NUM_NEW_TOKENS = 32  # every prompt goes on over two ends of a block
+NUM_NEW_TOKENS = 20  # every prompt goes on over an end of a block
 PROMPT_LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 64, 100, 129, 200, 255, 300)
 
 

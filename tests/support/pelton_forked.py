@@ -260,6 +260,7 @@ IMPORTED = (
 
 
 def main(control: int) -> None:
+    import pelton_quick_end  # noqa: F401  # of forks, too
     import torch  # noqa: F401
 
     for name in IMPORTED:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pelton_quick_end  # noqa: F401
 import torch
 from pelton_sm90 import Hopper
 from torch.overrides import TorchFunctionMode

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pelton_quick_end  # noqa: F401
 import torch
 from pelton_adapted import AdaptedCase
 from pelton_linear_oracle import make_case
