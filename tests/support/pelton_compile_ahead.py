@@ -10,6 +10,7 @@ import sys
 import threading
 from typing import Any
 
+import pelton_quick_end  # noqa: F401
 import torch
 import triton
 import triton.language as tl

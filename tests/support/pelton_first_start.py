@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+import pelton_quick_end  # noqa: F401
 from pelton_e2e import greedy, make_llm, make_prompts
 
 from pelton import SamplingParams

@@ -1,4 +1,5 @@
-"""Processes of ranks, engines and communicators as forks of one that has imported torch, which is half of what a start costs.
+"""Processes of ranks, engines and communicators as forks of one that has imported torch and what nearly all of them import, which is
+most of what a start costs.
 
     python pelton_forked.py SOCKET      that process; it ends with the one that started it
 
@@ -12,6 +13,7 @@ import array
 import contextlib
 import fcntl
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -242,9 +244,30 @@ def _become(job: dict[str, Any]) -> None:
         runpy.run_path(program, run_name="__main__")
 
 
+IMPORTED = (
+    "pelton.engine.core", "pelton.platform.select", "pelton.sdk.llm", "pelton_backends.native.backend",
+    "pelton_backends.native.encoder", "pelton_backends.native.layer_norm", "pelton_backends.native.lora",
+    "pelton_backends.native.moe", "pelton_backends.native.sampling", "pelton_backends.native.step",
+    "pelton_backends.reference.composed_lora", "pelton_backends.reference.composed_moe",
+    "pelton_backends.reference.speculation", "pelton_backends.sdpa.backend", "pelton_backends.sdpa.mla",
+    "pelton_platforms.cpu.platform", "pelton_platforms.cpu.shared", "pelton_platforms.device.adapters",
+    "pelton_platforms.device.graphs.call_graph", "pelton_platforms.device.steps.step_drafts",
+    "pelton_platforms.device.worker", "pelton_plugins.executors.multiproc.executor", "pelton_plugins.kv_cache.manager",
+    "pelton_plugins.loaders.safetensors_loader", "pelton_plugins.models.deepseek", "pelton_plugins.models.qwen3_moe",
+    "pelton_plugins.scheduler.scheduler", "pelton_plugins.speculative.ngram", "safetensors.torch",
+)  # fmt: skip
+"""Nothing that looks at the environment while it is imported, and no module that a fork runs as its program."""
+
+
 def main(control: int) -> None:
+    import pelton_quick_end  # noqa: F401  # of forks, too
     import torch  # noqa: F401
 
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from pelton.plugins import load_plugins
+
+    load_plugins()  # the modules of all plugins
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread of several"
     job = _serve(socket.socket(fileno=control))
     if job is not None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pelton_quick_end  # noqa: F401
 import torch
 from pelton_sm90 import Hopper
 from torch.overrides import TorchFunctionMode
@@ -87,7 +88,7 @@ QUICK = Path(__file__).with_name("pelton_quick")
 
 
 def pretend_hopper() -> None:
-    """Whoever asks what the device is hears of an H200. Kernels are compiled without its assembler."""
+    """Whoever asks what the device is hears of an H200. Kernels are compiled to their first representation alone."""
     sys.path.append(str(QUICK))  # of compilers that this process starts, too
     runpy.run_path(str(QUICK / "sitecustomize.py"))
     driver.set_active(Hopper())

@@ -5,24 +5,31 @@
     python pelton_sm90.py DTYPE KV_DTYPE NAME... -- --no-code DTYPE KV_DTYPE NAME...      several at once; some without instructions
 
 A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
-them. Arguments are tensors on the CPU: the compiler looks at their types, strides and addresses alone.
+them. Arguments are tensors on the CPU: the compiler looks at their types, strides and addresses alone. Kernels without
+instructions go through Triton's own passes alone, which refuse what the language does not allow.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pelton_quick_end  # noqa: F401
 import torch
 from pelton_adapted import AdaptedCase
 from pelton_linear_oracle import make_case
 from pelton_moe_case import moe_case
+from pelton_stages import NO_CODE, stages_of
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -113,7 +120,7 @@ ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "down of 32 rows with adapters": (lora_hopper.LoraHopperLinear, [0, 1, -1, 2] * 8, {"size": 3072, "parts": (1024,)}),
 }  # fmt: skip
 """Product, slots of its rows, what the case has."""
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]+)", re.MULTILINE)
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]+)", re.MULTILINE)
 
 
 class Hopper:
@@ -360,15 +367,38 @@ def hopper_experts(dtype: str) -> None:
     moe.BoundMoe(needs, tensors)(x, slots)
 
 
-def describe(name: str, kernel: Any) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+def code_of(cubin: bytes) -> bytes:
+    """The instructions of its one kernel: of an ELF file the section that is named after it."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<3H", cubin, 58)
+    sections = [struct.unpack_from("<2I4Q", cubin, table + index * size) for index in range(count)]
+    name_of = [cubin[sections[names][4] + section[0] :].partition(b"\0")[0] for section in sections]
+    (code,) = (section for section, name in zip(sections, name_of, strict=True) if name.startswith(b".text."))
+    return cubin[code[4] : code[4] + code[5]]
+
+
+def disassemble(codes: Sequence[bytes]) -> list[list[str]]:
+    """The instructions' names. All at once: a start of the disassembler takes as long as a hundred kernels."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(codes))
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
-        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
-    found = {"of": name, "kernel": kernel.name, "registers": registers, "stack": stack}
-    return found | {"instructions": INSTRUCTION.findall(code)}
+        command = [knobs.nvidia.nvdisasm.path, "--binary", "SM90a", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    ends = list(itertools.accumulate(map(len, codes)))
+    found: list[list[str]] = [[] for _ in codes]
+    for place, name in INSTRUCTION.findall(text):
+        found[bisect.bisect_right(ends, int(place, 16))].append(name)
+    return found
+
+
+def registers_of(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", text).groups())
+    return {"registers": registers, "stack": stack}
 
 
 def main(*arguments: str) -> None:
@@ -386,14 +416,32 @@ def main(*arguments: str) -> None:
     hopper_vocab.has_pdl = lambda device: True
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
+    made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to
     for is_end, group in itertools.groupby(arguments, "--".__eq__):
-        if not is_end:
-            given = list(group)
-            words = [word for word in given if word != "--no-code"]
-            compile_kernels(compiled, *words, has_code=len(words) == len(given))
+        if is_end:
+            continue
+        given = list(group)
+        words = [word for word in given if word != "--no-code"]
+        with contextlib.nullcontext() if len(words) == len(given) else without_code():
+            made += compile_kernels(compiled, *words)
+    instructions = iter(disassemble([code_of(cubin) for _, cubin in made if cubin != NO_CODE]))
+    for known, cubin in made:
+        told = {} if cubin == NO_CODE else registers_of(cubin) | {"instructions": next(instructions)}
+        print(json.dumps(known | told))
 
 
-def compile_kernels(compiled: list[Any], dtype: str, kv_dtype: str, *names: str, has_code: bool) -> None:
+@contextlib.contextmanager
+def without_code() -> Iterator[None]:
+    """In a cache of its own: Triton's names of what it keeps do not tell these kernels from whole ones."""
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.runtime.scope():
+        knobs.cache.dir = folder
+        knobs.runtime.add_stages_inspection_hook = stages_of(("ttir", "ttgir"))
+        yield
+
+
+def compile_kernels(
+    compiled: list[Any], dtype: str, kv_dtype: str, *names: str
+) -> Iterator[tuple[dict[str, Any], bytes]]:
     attention = Attention(dtype, kv_dtype)
     for name in names:
         if name in SHAPES:
@@ -415,8 +463,7 @@ def compile_kernels(compiled: list[Any], dtype: str, kv_dtype: str, *names: str,
         else:
             getattr(attention, name)()
         for kernel in compiled:
-            told = describe(name, kernel) if has_code else {"of": name, "kernel": kernel.name}
-            print(json.dumps({"dtypes": [dtype, kv_dtype]} | told))
+            yield {"dtypes": [dtype, kv_dtype], "of": name, "kernel": kernel.name}, kernel.asm["cubin"]
         compiled.clear()
 
 

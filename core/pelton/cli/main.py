@@ -8,6 +8,8 @@ Exit status: 0 done, 1 failed, 2 wrong settings or plugins, 130 interrupted, 141
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
 import traceback
@@ -20,10 +22,7 @@ from pelton.entries import CommandEntry
 from pelton.errors import ConfigError, PeltonError, PluginError
 from pelton.plugins import calling, load_plugins
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
 BUILT_IN = "pelton_plugins."
 WORKS_WITHOUT_PLUGINS = ("plugins", "version", "collect-env")
@@ -32,6 +31,7 @@ WORKS_WITHOUT_PLUGINS = ("plugins", "version", "collect-env")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit status."""
+    atexit.register(gc.freeze)  # the end looks for no garbage: with torch loaded that takes half a second
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -25,7 +25,10 @@ from pelton_platforms.device.graphs.captures import FullGraphs
 
 __all__ = ["prefix_reads"]  # a fixture
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the engine on the GPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the engine on the GPU"),
+    pytest.mark.usefixtures("large_programs"),
+]
 
 
 class InterpretedPlatform(CPUPlatform):

@@ -57,7 +57,7 @@ def bfloat16(made: list[dict[str, Any]]) -> Kernels:
 
 
 def test_caches_of_another_dtype_have_kernels(made: list[dict[str, Any]]) -> None:
-    kernels = {(tuple(kernel["dtypes"]), kernel["of"]) for kernel in made if "instructions" not in kernel}
+    kernels = {(tuple(kernel["dtypes"]), kernel["of"]) for kernel in made if kernel["dtypes"] != ["bfloat16"] * 2}
     assert kernels == {(dtypes, name) for dtypes, names in OTHER_DTYPES.items() for name in names}
 
 

@@ -16,6 +16,8 @@ from pelton_backends.triton.ops.moe import hopper
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
 
+pytestmark = pytest.mark.usefixtures("large_programs")
+
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -36,6 +36,7 @@ FORMATS = ("plain", "e4m3", "mxfp4", *INTEGERS, *TABLES)
 _MAX_EXPERTS = 1024
 _BLOCK = 32  # numbers of four bits whose bytes lie together
 _PLACED_PAIRS = 64  # of a program
+_DECODED_ROWS = 4  # of a program, where so many divide a matrix's
 _WIDE_SUMS = 256  # tokens up to which pairs' sums are float32 between the kernels
 
 _few_logits = Launcher(choose.few_logits_kernel)
@@ -360,7 +361,7 @@ class BoundMoe:
             return weight
         num_rows, width = weight.shape[1], self._hidden if name == "gate_up" else self._size
         out = torch.empty((self._num_held, num_rows, width), dtype=like.dtype, device=like.device)
-        rows = 4 if num_rows % 4 == 0 else 1
+        rows = _DECODED_ROWS if num_rows % _DECODED_ROWS == 0 else 1
         constants = {
             "WIDTH": width, "R": rows, "BLOCK": min(triton.next_power_of_2(width), 1024), **self._packed, "PDL": self._pdl,
         }  # fmt: skip
