@@ -1,4 +1,4 @@
-"""Attention of encoders in C: each row's tokens see each other, and nothing is kept.
+"""Attention of encoders in C: each row's tokens see each other, and nothing is kept. And whole layers of encoders around it.
 
 Keys and values lie where the QKV product left them. To the kernels that is a cache of one block, at whose first token a row's table
 points.
@@ -6,17 +6,21 @@ points.
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import addressof, byref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pelton.attention.encoder import EncoderBackend
 from pelton.attention.interface import AttentionNeeds, GraphSupport
 from pelton_backends.native import library
 from pelton_backends.native.backend import check_memory
+from pelton_backends.native.layer_norm import LayerNorm
 from pelton_backends.native.library import DTYPES
+from pelton_backends.native.linear import NativeLinear
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from pelton.attention.encoder import EncoderParams
@@ -33,6 +37,7 @@ class EncoderStep:
     step: library.Step
     starts: Tensor  # [R + 1] int32, the rows' first tokens; the struct has their addresses
     lens: Tensor  # [R] int32
+    max_query_len: int
 
 
 class NativeEncoderBackend(EncoderBackend):
@@ -62,7 +67,7 @@ class NativeEncoderBackend(EncoderBackend):
         step = library.Step(
             starts.data_ptr(), lens.data_ptr(), starts.data_ptr(), 1, len(lens), False, None, 1, 0
         )  # a row's table is its first token
-        return EncoderStep(step, starts, lens)
+        return EncoderStep(step, starts, lens, common.max_query_len)
 
     def attend(
         self, layer: EncoderParams, query: Tensor, key: Tensor, value: Tensor, metadata: EncoderStep, output: Tensor
@@ -81,6 +86,48 @@ class NativeEncoderBackend(EncoderBackend):
         )
         check_memory(failed)
         return output
+
+    def bind_layers(self, layers: Sequence[Any]) -> WholeLayers | None:
+        """The layers as one call, where all of their parts are in C; None: they are not.
+
+        layers: of each the attributes `attention` (`EncoderParams`), the bound ops `qkv`, `out`, `up`, which has its activation, and
+        `down`, and the bound norms `out_norm` and `down_norm` behind the sums of residuals and of what `out` and `down` give.
+        """
+        fits = all(
+            all(isinstance(op, NativeLinear) for op in (layer.qkv, layer.out, layer.up, layer.down))
+            and all(isinstance(norm, LayerNorm) for norm in (layer.out_norm, layer.down_norm))
+            and layer.attention.num_kv_heads == layer.attention.num_heads
+            for layer in layers
+        )
+        return WholeLayers(layers, self.needs.head_dim) if fits else None
+
+
+class WholeLayers:
+    """Encoder layers that norm behind each sub-layer (csrc/encoder.c). Weights may be packed later: it has the ops' own structs."""
+
+    MOST_TOKENS = 1024
+    """Of a text: a thread keeps what lies between the kernels of a layer for all of them."""
+
+    def __init__(self, layers: Sequence[Any], head_dim: int) -> None:
+        first = layers[0].attention
+        self._kept = [
+            [*(op.struct for op in (layer.qkv, layer.out, layer.up, layer.down)), layer.out_norm.op, layer.down_norm.op]
+            for layer in layers
+        ]
+        self._layers = (library.EncoderLayer * len(layers))(
+            *(library.EncoderLayer(*map(addressof, parts)) for parts in self._kept)
+        )
+        self._op = library.Encoder(self._layers, len(layers), first.num_heads, head_dim, first.scale)
+        self._run = library.kernels().encode
+
+    def fits(self, metadata: EncoderStep) -> bool:
+        return metadata.max_query_len <= self.MOST_TOKENS
+
+    def __call__(self, hidden: Tensor, metadata: EncoderStep) -> Tensor:
+        """hidden [T, H] float32, contiguous, is overwritten; those of padding tokens stay as they are."""
+        failed = self._run(byref(self._op), metadata.starts.data_ptr(), len(metadata.lens), hidden.data_ptr())
+        check_memory(failed)
+        return hidden
 
 
 def _is_dense(x: Tensor) -> bool:

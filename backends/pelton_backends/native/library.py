@@ -1,4 +1,4 @@
-"""The compiled kernels as functions, and the structs that they take; mirrors csrc/attention.h, csrc/linear.h and csrc/lora.c."""
+"""The compiled kernels as functions, and the structs that they take; mirrors csrc/attention.h, csrc/linear.h, csrc/encoder.c and csrc/lora.c."""
 
 from __future__ import annotations
 
@@ -67,6 +67,19 @@ class LayerNorm(Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("size", c_int64), ("eps", c_float))
 
 
+class EncoderLayer(Structure):
+    _fields_ = (
+        ("qkv", c_void_p), ("out", c_void_p), ("up", c_void_p), ("down", c_void_p),
+        ("out_norm", c_void_p), ("down_norm", c_void_p),
+    )  # fmt: skip
+
+
+class Encoder(Structure):
+    _fields_ = (
+        ("layers", POINTER(EncoderLayer)), ("num_layers", c_int64), ("num_heads", c_int64), ("head_dim", c_int64), ("scale", c_float),
+    )  # fmt: skip
+
+
 class Lora(Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("slots", c_void_p), ("norm", c_void_p), ("ends", c_void_p),
@@ -111,6 +124,7 @@ class Kernels:
         self.layer_norm = _typed(
             library.pelton_layer_norm, None, POINTER(LayerNorm), c_void_p, c_void_p, c_int64, c_void_p
         )
+        self.encode = _typed(library.pelton_encode, c_int, POINTER(Encoder), c_void_p, c_int64, c_void_p)
         self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
         self.moe = _typed(library.pelton_moe, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)

@@ -20,7 +20,7 @@ from pelton.model.build import BuildConfig
 from pelton.model.interface import PooledRows
 from pelton.model.loading import LazyWeight
 from pelton_plugins.models.encoder_attention import EncoderAttention
-from pelton_plugins.models.encoder_layers import ActivatedLinear, LayerNorm, Table
+from pelton_plugins.models.encoder_layers import ActivatedLinear, EncoderLayers, LayerNorm, LayerParts, Table
 
 
 class BertEmbeddings(nn.Module):
@@ -75,6 +75,14 @@ class BertLayer(nn.Module):
         hidden = self.attn_norm(self.attn_out(self.attn(self.qkv(hidden), batch)), hidden)
         return self.norm(self.down(self.up(hidden)), hidden)
 
+    @property
+    def parts(self) -> LayerParts:
+        """The ops of `forward`, for who runs several layers at once."""
+        return LayerParts(
+            self.attn, self.qkv.bare, self.attn_out.bare, self.up.bare if self.up.is_activated else None, self.down.bare,
+            self.attn_norm.add_norm, self.norm.add_norm,
+        )  # fmt: skip
+
 
 class BertModel(nn.Module):
     """Hidden states for vectors."""
@@ -93,16 +101,14 @@ class BertModel(nn.Module):
         self.embeddings = BertEmbeddings(
             config=config, prefix=f"{base}embeddings", first_position=self.first_position(config)
         )
-        self.layers = nn.ModuleList(
+        self.layers = EncoderLayers(
             BertLayer(config=config, prefix=f"{base}encoder.layer.{index}")
             for index in range(config.hf.num_hidden_layers)
         )
         self.pooler = Pooler(config=config)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        hidden: Tensor = self.embeddings(batch)
-        for layer in self.layers:
-            hidden = layer(hidden, batch)
+        hidden: Tensor = self.layers(self.embeddings(batch), batch)
         return hidden
 
     def pool(self, hidden: Tensor, rows: PooledRows) -> list[Tensor | None]:

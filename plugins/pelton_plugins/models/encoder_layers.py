@@ -1,9 +1,9 @@
-"""Layers of encoders: layer norms, lookup tables, activations and products with one. Every rank holds all of them."""
+"""Layers of encoders: layer norms, lookup tables, activations, products with one, and stacks of layers. Every rank holds all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from pelton.errors import ConfigError
 from pelton.layers.encoder import WholeLinear
-from pelton.layers.linear import ACTIVATION_NAMES
-from pelton.ops.interface import AddNorm, AddNormNeeds, AddNormTensors, NormSpec
+from pelton.layers.linear import ACTIVATION_NAMES, LinearModule
+from pelton.ops.interface import AddNorm, AddNormNeeds, AddNormTensors, Linear, NormSpec
 
 if TYPE_CHECKING:
+    from pelton.attention.metadata import ForwardBatch
     from pelton.model.build import BuildConfig
+    from pelton_plugins.models.encoder_attention import EncoderAttention
 
 
 class LayerNorm(nn.Module):
@@ -84,3 +86,52 @@ class ActivatedLinear(WholeLinear):
         is_adapted = self.adapter is not None and self.adapter.is_used
         product = super().forward(x)
         return product if self.is_activated and not is_adapted else self.activation(product)
+
+
+class LayerParts(NamedTuple):
+    """The bound ops of a layer that norms behind each sub-layer, in the order in which they run; `up` has its activation.
+
+    None: the layer does something else there.
+    """
+
+    attention: EncoderAttention
+    qkv: Linear | None
+    out: Linear | None
+    up: Linear | None
+    down: Linear | None
+    out_norm: AddNorm
+    down_norm: AddNorm
+
+
+class EncoderLayers(nn.ModuleList):
+    """Layers with `parts` (`LayerParts`), one after the other; or as one call, where their attention backend has `bind_layers`:
+
+    a function from the layers' parts to a callable `(hidden, metadata) -> hidden`, which may overwrite `hidden`, or None. The callable's
+    `fits(metadata)` says for which steps.
+    """
+
+    _whole: Any = None
+    _is_bound = False
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        metadata = batch.attention[self[0].attn.metadata_index] if batch.attention else None  # none: memory is measured
+        if metadata is not None and self._bound() is not None and self._whole.fits(metadata) and not self._is_adapted():
+            whole: Tensor = self._whole(hidden, metadata)
+            return whole
+        for layer in self:
+            hidden = layer(hidden, batch)
+        return hidden
+
+    def _bound(self) -> Any:
+        """Bound by the first step, when every layer has its backend."""
+        if not self._is_bound:
+            backend, self._is_bound = self[0].attn.backend, True
+            bind = getattr(backend, "bind_layers", None)
+            if bind is not None and all(layer.attn.backend is backend for layer in self):
+                self._whole = bind([layer.parts for layer in self])
+        return self._whole
+
+    def _is_adapted(self) -> bool:
+        """Return whether some row of the step has an adapter."""
+        adapters = (module.adapter for module in self[0].children() if isinstance(module, LinearModule))
+        return any(adapter is not None and adapter.is_used for adapter in adapters)

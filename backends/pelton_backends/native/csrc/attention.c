@@ -267,7 +267,6 @@ static int attend(struct plan *plan) {
     return plan->failed;
 }
 
-/* 0, or 1 when memory ran out. query and output point at token 0; query_stride: numbers between tokens of the query. */
 EXPORT int pelton_attend(const struct attention *op, const struct step *step, const void *query, int64_t query_stride, void *output) {
     struct plan plan = {.op = op, .step = step, .query = query, .query_stride = query_stride, .output = output};
     return attend(&plan);

@@ -30,7 +30,7 @@ struct pool_work {
     int has_shares;       /* a thread's tasks follow each other: they read memory in one stream. Otherwise they start in their order */
 };
 
-/* Threads that may take part, the caller's among them. */
+/* Threads that may take part in a run, the caller's among them: within a task that is its own thread alone. */
 int pool_num_threads(void);
 
 /* Run all tasks and return when they are done. Within a task it runs on that task's thread alone. */
