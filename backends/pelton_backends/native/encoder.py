@@ -6,14 +6,17 @@ points.
 
 from __future__ import annotations
 
-from ctypes import addressof, byref
+from ctypes import addressof, byref, pointer
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from pelton.attention.encoder import EncoderBackend
 from pelton.attention.interface import AttentionNeeds, GraphSupport
 from pelton_backends.native import library
 from pelton_backends.native.backend import check_memory
+from pelton_backends.native.embed import PlainRows
 from pelton_backends.native.layer_norm import LayerNorm
 from pelton_backends.native.library import DTYPES
 from pelton_backends.native.linear import NativeLinear
@@ -87,11 +90,13 @@ class NativeEncoderBackend(EncoderBackend):
         check_memory(failed)
         return output
 
-    def bind_layers(self, layers: Sequence[Any]) -> WholeLayers | None:
+    def bind_layers(self, layers: Sequence[Any], embeddings: Any) -> WholeLayers | None:
         """The layers as one call, where all of their parts are in C; None: they are not.
 
         layers: of each the attributes `attention` (`EncoderParams`), the bound ops `qkv`, `out`, `up`, which has its activation, and
         `down`, and the bound norms `out_norm` and `down_norm` behind the sums of residuals and of what `out` and `down` give.
+        embeddings: before them, the bound op `words`, the tables `positions` [*, H] and `types` [*, H], and the bound `norm` of the sum
+        of a row of each.
         """
         fits = all(
             all(isinstance(op, NativeLinear) for op in (layer.qkv, layer.out, layer.up, layer.down))
@@ -99,17 +104,18 @@ class NativeEncoderBackend(EncoderBackend):
             and layer.attention.num_kv_heads == layer.attention.num_heads
             for layer in layers
         )
-        return WholeLayers(layers, self.needs.head_dim) if fits else None
+        return WholeLayers(layers, embeddings, self.needs.head_dim) if fits else None
 
 
 class WholeLayers:
-    """Encoder layers that norm behind each sub-layer (csrc/encoder.c). Weights may be packed later: it has the ops' own structs."""
+    """Encoder layers that norm behind each sub-layer (csrc/encoder.c), and their embeddings. Weights may be packed later: it has the
+    ops' own structs."""
 
     MOST_TOKENS = 1024
     """Of a text: a thread keeps what lies between the kernels of a layer for all of them."""
 
-    def __init__(self, layers: Sequence[Any], head_dim: int) -> None:
-        first = layers[0].attention
+    def __init__(self, layers: Sequence[Any], embeddings: Any, head_dim: int) -> None:
+        first, self._embeddings = layers[0].attention, embeddings
         self._kept = [
             [*(op.struct for op in (layer.qkv, layer.out, layer.up, layer.down)), layer.out_norm.op, layer.down_norm.op]
             for layer in layers
@@ -120,13 +126,38 @@ class WholeLayers:
         self._op = library.Encoder(self._layers, len(layers), first.num_heads, head_dim, first.scale)
         self._run = library.kernels().encode
 
+    @property
+    def embeds(self) -> bool:
+        """Whether its embeddings are in C as well, all types of tokens being 0."""
+        words, norm = self._embeddings.words, self._embeddings.norm
+        return isinstance(words, PlainRows) and words.is_bare and isinstance(norm, LayerNorm)
+
     def fits(self, metadata: EncoderStep) -> bool:
         return metadata.max_query_len <= self.MOST_TOKENS
 
+    def embed(self, input_ids: Tensor, positions: Tensor, metadata: EncoderStep) -> Tensor:
+        """Hidden states [T, H] of token ids [T] int64 at rows `positions` [T] int64 of their table; where it `embeds`."""
+        given = self._embeddings
+        input_ids, positions = input_ids.contiguous(), positions.contiguous()
+        hidden = torch.empty(len(input_ids), given.norm.op.size, dtype=torch.float32)
+        inputs = library.EncoderInputs(
+            given.words.weight.data_ptr(), given.types.data_ptr(), given.positions.data_ptr(), pointer(given.norm.op),
+            input_ids.data_ptr(), positions.data_ptr(),
+        )  # fmt: skip
+        return self._encode(inputs, hidden, metadata)
+
     def __call__(self, hidden: Tensor, metadata: EncoderStep) -> Tensor:
-        """hidden [T, H] float32, contiguous, is overwritten; those of padding tokens stay as they are."""
-        failed = self._run(byref(self._op), metadata.starts.data_ptr(), len(metadata.lens), hidden.data_ptr())
-        check_memory(failed)
+        """hidden [T, H] float32, contiguous, is overwritten."""
+        return self._encode(None, hidden, metadata)
+
+    def _encode(self, inputs: library.EncoderInputs | None, hidden: Tensor, metadata: EncoderStep) -> Tensor:
+        """What padding tokens have is undefined."""
+        address = None if inputs is None else byref(inputs)
+        check_memory(
+            self._run(
+                byref(self._op), address, metadata.starts.data_ptr(), len(metadata.lens), hidden.data_ptr()
+            )
+        )
         return hidden
 
 

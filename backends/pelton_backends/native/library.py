@@ -80,6 +80,13 @@ class Encoder(Structure):
     )  # fmt: skip
 
 
+class EncoderInputs(Structure):
+    _fields_ = (
+        ("words", c_void_p), ("shared", c_void_p), ("positions", c_void_p), ("norm", POINTER(LayerNorm)),
+        ("word_ids", c_void_p), ("position_ids", c_void_p),
+    )  # fmt: skip
+
+
 class Lora(Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("slots", c_void_p), ("norm", c_void_p), ("ends", c_void_p),
@@ -124,7 +131,9 @@ class Kernels:
         self.layer_norm = _typed(
             library.pelton_layer_norm, None, POINTER(LayerNorm), c_void_p, c_void_p, c_int64, c_void_p
         )
-        self.encode = _typed(library.pelton_encode, c_int, POINTER(Encoder), c_void_p, c_int64, c_void_p)
+        self.encode = _typed(
+            library.pelton_encode, c_int, POINTER(Encoder), POINTER(EncoderInputs), c_void_p, c_int64, c_void_p
+        )
         self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
         self.moe = _typed(library.pelton_moe, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pelton.errors import ConfigError
 from pelton.layers.encoder import WholeLinear
 from pelton.layers.linear import ACTIVATION_NAMES, LinearModule
-from pelton.ops.interface import AddNorm, AddNormNeeds, AddNormTensors, Linear, NormSpec
+from pelton.ops.interface import AddNorm, AddNormNeeds, AddNormTensors, Embed, Linear, NormSpec
 
 if TYPE_CHECKING:
     from pelton.attention.metadata import ForwardBatch
@@ -88,6 +88,20 @@ class ActivatedLinear(WholeLinear):
         return product if self.is_activated and not is_adapted else self.activation(product)
 
 
+class Embeddings(Protocol):
+    """Interface of what stands before `EncoderLayers`."""
+
+    parts: EmbeddingParts
+
+    def position_ids(self, batch: ForwardBatch) -> Tensor:
+        """[T] int64, rows of `parts.positions`"""
+        ...
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """[T, H] float32"""
+        ...
+
+
 class LayerParts(NamedTuple):
     """The bound ops of a layer that norms behind each sub-layer, in the order in which they run; `up` has its activation.
 
@@ -103,33 +117,50 @@ class LayerParts(NamedTuple):
     down_norm: AddNorm
 
 
+class EmbeddingParts(NamedTuple):
+    """What is summed and normed before the first layer: a row of each. H hidden size."""
+
+    words: Embed
+    positions: Tensor  # [*, H]
+    types: Tensor  # [*, H]
+    norm: AddNorm
+
+
 class EncoderLayers(nn.ModuleList):
     """Layers with `parts` (`LayerParts`), one after the other; or as one call, where their attention backend has `bind_layers`:
 
-    a function from the layers' parts to a callable `(hidden, metadata) -> hidden`, which may overwrite `hidden`, or None. The callable's
-    `fits(metadata)` says for which steps.
+    a function from the layers' parts and those of the embeddings to a callable `(hidden, metadata) -> hidden`, which may overwrite
+    `hidden`, or None. The callable's `fits(metadata)` says for which steps. Where its `embeds` is true it computes embeddings too, of
+    tokens of type 0: `embed(input_ids, positions, metadata) -> hidden`.
     """
 
     _whole: Any = None
     _is_bound = False
 
-    def forward(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        metadata = batch.attention[self[0].attn.metadata_index] if batch.attention else None  # none: memory is measured
-        if metadata is not None and self._bound() is not None and self._whole.fits(metadata) and not self._is_adapted():
-            whole: Tensor = self._whole(hidden, metadata)
-            return whole
-        for layer in self:
-            hidden = layer(hidden, batch)
-        return hidden
+    def forward(self, embeddings: Embeddings, batch: ForwardBatch) -> Tensor:
+        whole, metadata = None, None
+        if batch.attention:  # not where memory is measured
+            metadata = batch.attention[self[0].attn.metadata_index]
+            whole = self._whole_layers(embeddings, metadata)
+        if whole is None:
+            hidden = embeddings(batch)
+            for layer in self:
+                hidden = layer(hidden, batch)
+            return hidden
+        if whole.embeds and batch.token_types is None:
+            found: Tensor = whole.embed(batch.input_ids, embeddings.position_ids(batch), metadata)
+        else:
+            found = whole(embeddings(batch), metadata)
+        return found
 
-    def _bound(self) -> Any:
-        """Bound by the first step, when every layer has its backend."""
+    def _whole_layers(self, embeddings: Embeddings, metadata: Any) -> Any:
+        """Bound by the first step, when every layer has its backend. None: this step's layers run one after the other."""
         if not self._is_bound:
             backend, self._is_bound = self[0].attn.backend, True
             bind = getattr(backend, "bind_layers", None)
             if bind is not None and all(layer.attn.backend is backend for layer in self):
-                self._whole = bind([layer.parts for layer in self])
-        return self._whole
+                self._whole = bind([layer.parts for layer in self], embeddings.parts)
+        return self._whole if self._whole is not None and self._whole.fits(metadata) and not self._is_adapted() else None
 
     def _is_adapted(self) -> bool:
         """Return whether some row of the step has an adapter."""

@@ -1,7 +1,7 @@
-/* Layers of an encoder that norms behind each sub-layer, one after the other.
+/* Layers of an encoder that norms behind each sub-layer, one after the other, and the sum of embeddings before them.
 
    No token reads one of another text. So texts go in chunks, and a task is one layer of one chunk, computed by one thread from its
-   first product to its last norm: threads wait for each other at the end alone, and what lies between a layer's kernels stays in that
+   first product to its last norm (the embeddings go with the first layer): threads wait for each other at the end alone, and what lies between a layer's kernels stays in that
    thread's cache. Whoever is free takes the chunk that has come least far, so that all of them end at about the same time.
 
    With fewer chunks than threads, the threads share each kernel's rows instead, of larger chunks. */
@@ -12,7 +12,7 @@
 #include <stdatomic.h>
 
 enum {
-    CHUNK_ROWS = 256, /* of a chunk, if a text is no longer */
+    CHUNK_ROWS = 128, /* of a chunk, if a text is no longer */
     SHARED_ROWS = 2048, /* of one whose kernels all threads share */
     LEAST_ROWS = 64,  /* of a chunk where there are few rows: with fewer, each weight is read too often for what it is used */
 };
@@ -28,6 +28,13 @@ struct encoder {
     float scale;
 };
 
+/* Where states come from: the norm of the sum of a word's row, a row that all share and a position's row. */
+struct encoder_inputs {
+    const float *words, *shared, *positions; /* [*, size], [size], [*, size] */
+    const struct layer_norm *norm;
+    const int64_t *word_ids, *position_ids; /* [tokens] */
+};
+
 /* Whole texts that follow each other. */
 struct chunk {
     _Atomic int64_t state; /* layers that are done, times 2; and 1 while somebody is at the next one */
@@ -37,11 +44,25 @@ struct chunk {
 
 struct encoding {
     const struct encoder *op;
+    const struct encoder_inputs *inputs; /* NULL: the states are there */
     float *hidden;
     struct chunk *chunks;
     int64_t num_chunks, most_rows;
     _Atomic int failed;
 };
+
+static void embed_chunk(const struct encoding *call, const struct chunk *chunk) {
+    const struct encoder_inputs *in = call->inputs;
+    int64_t size = in->norm->size, first = chunk->first_row;
+    for (int64_t row = first; row < first + chunk->num_rows; row++) {
+        const float *word = in->words + in->word_ids[row] * size, *position = in->positions + in->position_ids[row] * size;
+        float *to = call->hidden + row * size;
+        for (int64_t i = 0; i < size; i++)
+            to[i] = word[i] + in->shared[i] + position[i];
+    }
+    float *hidden = call->hidden + first * size;
+    pelton_layer_norm(in->norm, hidden, NULL, chunk->num_rows, hidden);
+}
 
 /* One layer of one chunk, whose states are replaced. 0, or 1 when memory ran out. */
 static int run_layer(const struct encoding *call, const struct encoder_layer *layer, const struct chunk *chunk) {
@@ -95,7 +116,10 @@ static void run_chunks(void *context, int64_t task, struct turn *turn) {
     struct chunk *chunk;
     (void)task, (void)turn;
     while (!call->failed && (chunk = take_chunk(call)) != NULL) {
-        if (run_layer(call, call->op->layers + atomic_load(&chunk->state) / 2, chunk))
+        int64_t layer = atomic_load(&chunk->state) / 2;
+        if (layer == 0 && call->inputs != NULL)
+            embed_chunk(call, chunk);
+        if (run_layer(call, call->op->layers + layer, chunk))
             call->failed = 1;
         atomic_fetch_add_explicit(&chunk->state, 1, memory_order_release);
     }
@@ -125,8 +149,10 @@ static int64_t cut_texts(struct encoding *call, const int32_t *text_starts, int6
     return count;
 }
 
-/* States [text_starts[num_texts], size] of texts, each from its start on, replaced by what the layers make of them. Nonzero: no memory. */
-EXPORT int pelton_encode(const struct encoder *op, const int32_t *text_starts, int64_t num_texts, float *hidden) {
+/* States [text_starts[num_texts], size] of texts, each from its start on, replaced by what the layers make of them; with `inputs` of
+   those. Nonzero: no memory. */
+EXPORT int pelton_encode(const struct encoder *op, const struct encoder_inputs *inputs, const int32_t *text_starts, int64_t num_texts,
+                         float *hidden) {
     int64_t num_rows = num_texts ? text_starts[num_texts] - text_starts[0] : 0, threads = pool_num_threads();
     if (num_rows == 0)
         return 0;
@@ -134,7 +160,7 @@ EXPORT int pelton_encode(const struct encoder *op, const int32_t *text_starts, i
     char *memory = malloc(chunk_bytes + 3 * text_bytes);
     if (memory == NULL)
         return 1;
-    struct encoding call = {.op = op, .hidden = hidden, .chunks = (struct chunk *)memory};
+    struct encoding call = {.op = op, .inputs = inputs, .hidden = hidden, .chunks = (struct chunk *)memory};
     int32_t *starts = (int32_t *)(memory + chunk_bytes), *lens = starts + 2 * num_texts;
     call.num_chunks = cut_texts(&call, text_starts, num_texts, wanted_rows(num_rows), starts, lens);
     if (call.num_chunks < threads) {
