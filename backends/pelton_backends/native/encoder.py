@@ -154,9 +154,7 @@ class WholeLayers:
         """What padding tokens have is undefined."""
         address = None if inputs is None else byref(inputs)
         check_memory(
-            self._run(
-                byref(self._op), address, metadata.starts.data_ptr(), len(metadata.lens), hidden.data_ptr()
-            )
+            self._run(byref(self._op), address, metadata.starts.data_ptr(), len(metadata.lens), hidden.data_ptr())
         )
         return hidden
 

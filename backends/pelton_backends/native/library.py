@@ -1,4 +1,4 @@
-"""The compiled kernels as functions, and the structs that they take; mirrors csrc/attention.h, csrc/linear.h, csrc/encoder.c and csrc/lora.c."""
+"""The compiled kernels as functions, and the structs that they take; mirrors those of csrc/."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ class EncoderLayers(nn.ModuleList):
     def forward(self, embeddings: Embeddings, batch: ForwardBatch) -> Tensor:
         whole, metadata = None, None
         if batch.attention:  # not where memory is measured
-            metadata = batch.attention[self[0].attn.metadata_index]
+            first: Any = self[0]
+            metadata = batch.attention[first.attn.metadata_index]
             whole = self._whole_layers(embeddings, metadata)
         if whole is None:
             hidden = embeddings(batch)
@@ -156,11 +157,14 @@ class EncoderLayers(nn.ModuleList):
     def _whole_layers(self, embeddings: Embeddings, metadata: Any) -> Any:
         """Bound by the first step, when every layer has its backend. None: this step's layers run one after the other."""
         if not self._is_bound:
-            backend, self._is_bound = self[0].attn.backend, True
+            layers: list[Any] = list(self)
+            backend, self._is_bound = layers[0].attn.backend, True
             bind = getattr(backend, "bind_layers", None)
-            if bind is not None and all(layer.attn.backend is backend for layer in self):
-                self._whole = bind([layer.parts for layer in self], embeddings.parts)
-        return self._whole if self._whole is not None and self._whole.fits(metadata) and not self._is_adapted() else None
+            if bind is not None and all(layer.attn.backend is backend for layer in layers):
+                self._whole = bind([layer.parts for layer in layers], embeddings.parts)
+        return (
+            self._whole if self._whole is not None and self._whole.fits(metadata) and not self._is_adapted() else None
+        )
 
     def _is_adapted(self) -> bool:
         """Return whether some row of the step has an adapter."""

@@ -253,7 +253,7 @@ static int attend(struct plan *plan) {
     int64_t num_keys = 0;
     for (int64_t row = 0; row < step->num_rows; row++)
         num_keys += step->seq_lens[row];
-    plan->threads = num_keys * op->num_heads > FEW_KEYS ? pool_num_threads() : 1;
+    plan->threads = num_keys * op->num_heads > FEW_KEYS ? pool_num_free() : 1;
     choose_paths(plan);
     if (!make_room(plan))
         return 1;

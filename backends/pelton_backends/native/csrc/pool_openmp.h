@@ -6,7 +6,9 @@
 static int num_threads = 1;
 static __thread int is_inside;
 
-int pool_num_threads(void) { return is_inside ? 1 : num_threads; }
+int pool_num_threads(void) { return num_threads; }
+
+int pool_num_free(void) { return is_inside ? 1 : num_threads; }
 
 int may_write(struct turn *turn) {
     (void)turn;
