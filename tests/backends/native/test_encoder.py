@@ -108,7 +108,7 @@ def test_what_it_refuses(changes, reason):
     assert NativeEncoderBackend.unsupported(needs()) == []
 
 
-HEADS, HEAD_DIM = 3, 16
+HEADS, HEAD_DIM = 2, 32
 SIZE = HEADS * HEAD_DIM
 
 
