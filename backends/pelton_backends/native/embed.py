@@ -58,7 +58,7 @@ class PlainRows(EmbeddingRows):
 
     @property
     def is_bare(self) -> bool:
-        """Whether rows are as they lie in the weight."""
+        """Return whether rows are as they lie in the weight."""
         return not self.op.is_packed and self.op.scale == 1.0
 
     def pack(self, order: str) -> bool:

@@ -128,7 +128,7 @@ class WholeLayers:
 
     @property
     def embeds(self) -> bool:
-        """Whether its embeddings are in C as well, all types of tokens being 0."""
+        """Return whether embeddings are in C as well, where all tokens are of type 0."""
         words, norm = self._embeddings.words, self._embeddings.norm
         return isinstance(words, PlainRows) and words.is_bare and isinstance(norm, LayerNorm)
 
@@ -151,7 +151,7 @@ class WholeLayers:
         return self._encode(None, hidden, metadata)
 
     def _encode(self, inputs: library.EncoderInputs | None, hidden: Tensor, metadata: EncoderStep) -> Tensor:
-        """What padding tokens have is undefined."""
+        """Return `hidden`, undefined for padding tokens."""
         address = None if inputs is None else byref(inputs)
         check_memory(
             self._run(byref(self._op), address, metadata.starts.data_ptr(), len(metadata.lens), hidden.data_ptr())

@@ -120,7 +120,7 @@ class FusedOp(ABC):
 class LinearOp(FusedOp):
     @property
     def struct(self) -> library.Linear:
-        """What kernels take that call the product themselves."""
+        """Return the struct for kernels that call the product themselves."""
         return self._product.op
 
     def __call__(self, x: Tensor) -> Tensor:

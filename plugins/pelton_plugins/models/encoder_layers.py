@@ -118,7 +118,7 @@ class LayerParts(NamedTuple):
 
 
 class EmbeddingParts(NamedTuple):
-    """What is summed and normed before the first layer: a row of each. H hidden size."""
+    """Tables and norm before the first layer: a row of each is summed. H hidden size."""
 
     words: Embed
     positions: Tensor  # [*, H]
