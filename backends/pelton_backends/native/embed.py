@@ -56,6 +56,11 @@ class PlainRows(EmbeddingRows):
 
     orders = (PANELS,)
 
+    @property
+    def is_bare(self) -> bool:
+        """Return whether rows are as they lie in the weight."""
+        return not self.op.is_packed and self.op.scale == 1.0
+
     def pack(self, order: str) -> bool:
         return False
 

@@ -1,4 +1,4 @@
-"""The compiled kernels as functions, and the structs that they take; mirrors csrc/attention.h, csrc/linear.h and csrc/lora.c."""
+"""The compiled kernels as functions, and the structs that they take; mirrors those of csrc/."""
 
 from __future__ import annotations
 
@@ -67,6 +67,26 @@ class LayerNorm(Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("size", c_int64), ("eps", c_float))
 
 
+class EncoderLayer(Structure):
+    _fields_ = (
+        ("qkv", c_void_p), ("out", c_void_p), ("up", c_void_p), ("down", c_void_p),
+        ("out_norm", c_void_p), ("down_norm", c_void_p),
+    )  # fmt: skip
+
+
+class Encoder(Structure):
+    _fields_ = (
+        ("layers", POINTER(EncoderLayer)), ("num_layers", c_int64), ("num_heads", c_int64), ("head_dim", c_int64), ("scale", c_float),
+    )  # fmt: skip
+
+
+class EncoderInputs(Structure):
+    _fields_ = (
+        ("words", c_void_p), ("shared", c_void_p), ("positions", c_void_p), ("norm", POINTER(LayerNorm)),
+        ("word_ids", c_void_p), ("position_ids", c_void_p),
+    )  # fmt: skip
+
+
 class Lora(Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("slots", c_void_p), ("norm", c_void_p), ("ends", c_void_p),
@@ -110,6 +130,9 @@ class Kernels:
         )  # fmt: skip
         self.layer_norm = _typed(
             library.pelton_layer_norm, None, POINTER(LayerNorm), c_void_p, c_void_p, c_int64, c_void_p
+        )
+        self.encode = _typed(
+            library.pelton_encode, c_int, POINTER(Encoder), POINTER(EncoderInputs), c_void_p, c_int64, c_void_p
         )
         self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)

@@ -118,6 +118,11 @@ class FusedOp(ABC):
 
 
 class LinearOp(FusedOp):
+    @property
+    def struct(self) -> library.Linear:
+        """Return the struct for kernels that call the product themselves."""
+        return self._product.op
+
     def __call__(self, x: Tensor) -> Tensor:
         return self.result(x.shape[0], x.contiguous())
 

@@ -20,7 +20,14 @@ from pelton.model.build import BuildConfig
 from pelton.model.interface import PooledRows
 from pelton.model.loading import LazyWeight
 from pelton_plugins.models.encoder_attention import EncoderAttention
-from pelton_plugins.models.encoder_layers import ActivatedLinear, LayerNorm, Table
+from pelton_plugins.models.encoder_layers import (
+    ActivatedLinear,
+    EmbeddingParts,
+    EncoderLayers,
+    LayerNorm,
+    LayerParts,
+    Table,
+)
 
 
 class BertEmbeddings(nn.Module):
@@ -46,7 +53,14 @@ class BertEmbeddings(nn.Module):
         types = batch.token_types
         tells_apart = types is not None and len(self.token_type.weight) > 1  # RoBERTa does not
         embedded = self.word(batch.input_ids) + (self.token_type(types) if tells_apart else self.token_type.weight[0])
-        return self.norm(embedded, self.position(batch.positions + self.first_position))
+        return self.norm(embedded, self.position(self.position_ids(batch)))
+
+    def position_ids(self, batch: ForwardBatch) -> Tensor:
+        return batch.positions + self.first_position if self.first_position else batch.positions
+
+    @property
+    def parts(self) -> EmbeddingParts:
+        return EmbeddingParts(self.word.embed, self.position.weight, self.token_type.weight, self.norm.add_norm)
 
 
 class BertLayer(nn.Module):
@@ -75,6 +89,14 @@ class BertLayer(nn.Module):
         hidden = self.attn_norm(self.attn_out(self.attn(self.qkv(hidden), batch)), hidden)
         return self.norm(self.down(self.up(hidden)), hidden)
 
+    @property
+    def parts(self) -> LayerParts:
+        """The ops of `forward`, for who runs several layers at once."""
+        return LayerParts(
+            self.attn, self.qkv.bare, self.attn_out.bare, self.up.bare if self.up.is_activated else None, self.down.bare,
+            self.attn_norm.add_norm, self.norm.add_norm,
+        )  # fmt: skip
+
 
 class BertModel(nn.Module):
     """Hidden states for vectors."""
@@ -93,16 +115,14 @@ class BertModel(nn.Module):
         self.embeddings = BertEmbeddings(
             config=config, prefix=f"{base}embeddings", first_position=self.first_position(config)
         )
-        self.layers = nn.ModuleList(
+        self.layers = EncoderLayers(
             BertLayer(config=config, prefix=f"{base}encoder.layer.{index}")
             for index in range(config.hf.num_hidden_layers)
         )
         self.pooler = Pooler(config=config)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        hidden: Tensor = self.embeddings(batch)
-        for layer in self.layers:
-            hidden = layer(hidden, batch)
+        hidden: Tensor = self.layers(self.embeddings, batch)
         return hidden
 
     def pool(self, hidden: Tensor, rows: PooledRows) -> list[Tensor | None]:

@@ -1,9 +1,9 @@
-"""Layers of encoders: layer norms, lookup tables, activations and products with one. Every rank holds all of them."""
+"""Layers of encoders: layer norms, lookup tables, activations, products with one, and stacks of layers. Every rank holds all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from pelton.errors import ConfigError
 from pelton.layers.encoder import WholeLinear
-from pelton.layers.linear import ACTIVATION_NAMES
-from pelton.ops.interface import AddNorm, AddNormNeeds, AddNormTensors, NormSpec
+from pelton.layers.linear import ACTIVATION_NAMES, LinearModule
+from pelton.ops.interface import AddNorm, AddNormNeeds, AddNormTensors, Embed, Linear, NormSpec
 
 if TYPE_CHECKING:
+    from pelton.attention.metadata import ForwardBatch
     from pelton.model.build import BuildConfig
+    from pelton_plugins.models.encoder_attention import EncoderAttention
 
 
 class LayerNorm(nn.Module):
@@ -84,3 +86,87 @@ class ActivatedLinear(WholeLinear):
         is_adapted = self.adapter is not None and self.adapter.is_used
         product = super().forward(x)
         return product if self.is_activated and not is_adapted else self.activation(product)
+
+
+class Embeddings(Protocol):
+    """Interface of what stands before `EncoderLayers`."""
+
+    parts: EmbeddingParts
+
+    def position_ids(self, batch: ForwardBatch) -> Tensor:
+        """[T] int64, rows of `parts.positions`"""
+        ...
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """[T, H] float32"""
+        ...
+
+
+class LayerParts(NamedTuple):
+    """The bound ops of a layer that norms behind each sub-layer, in the order in which they run; `up` has its activation.
+
+    None: the layer does something else there.
+    """
+
+    attention: EncoderAttention
+    qkv: Linear | None
+    out: Linear | None
+    up: Linear | None
+    down: Linear | None
+    out_norm: AddNorm
+    down_norm: AddNorm
+
+
+class EmbeddingParts(NamedTuple):
+    """Tables and norm before the first layer: a row of each is summed. H hidden size."""
+
+    words: Embed
+    positions: Tensor  # [*, H]
+    types: Tensor  # [*, H]
+    norm: AddNorm
+
+
+class EncoderLayers(nn.ModuleList):
+    """Layers with `parts` (`LayerParts`), one after the other; or as one call, where their attention backend has `bind_layers`:
+
+    a function from the layers' parts and those of the embeddings to a callable `(hidden, metadata) -> hidden`, which may overwrite
+    `hidden`, or None. The callable's `fits(metadata)` says for which steps. Where its `embeds` is true it computes embeddings too, of
+    tokens of type 0: `embed(input_ids, positions, metadata) -> hidden`.
+    """
+
+    _whole: Any = None
+    _is_bound = False
+
+    def forward(self, embeddings: Embeddings, batch: ForwardBatch) -> Tensor:
+        whole, metadata = None, None
+        if batch.attention:  # not where memory is measured
+            first: Any = self[0]
+            metadata = batch.attention[first.attn.metadata_index]
+            whole = self._whole_layers(embeddings, metadata)
+        if whole is None:
+            hidden = embeddings(batch)
+            for layer in self:
+                hidden = layer(hidden, batch)
+            return hidden
+        if whole.embeds and batch.token_types is None:
+            found: Tensor = whole.embed(batch.input_ids, embeddings.position_ids(batch), metadata)
+        else:
+            found = whole(embeddings(batch), metadata)
+        return found
+
+    def _whole_layers(self, embeddings: Embeddings, metadata: Any) -> Any:
+        """Bound by the first step, when every layer has its backend. None: this step's layers run one after the other."""
+        if not self._is_bound:
+            layers: list[Any] = list(self)
+            backend, self._is_bound = layers[0].attn.backend, True
+            bind = getattr(backend, "bind_layers", None)
+            if bind is not None and all(layer.attn.backend is backend for layer in layers):
+                self._whole = bind([layer.parts for layer in layers], embeddings.parts)
+        return (
+            self._whole if self._whole is not None and self._whole.fits(metadata) and not self._is_adapted() else None
+        )
+
+    def _is_adapted(self) -> bool:
+        """Return whether some row of the step has an adapter."""
+        adapters = (module.adapter for module in self[0].children() if isinstance(module, LinearModule))
+        return any(adapter is not None and adapter.is_used for adapter in adapters)

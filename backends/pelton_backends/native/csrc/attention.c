@@ -253,7 +253,7 @@ static int attend(struct plan *plan) {
     int64_t num_keys = 0;
     for (int64_t row = 0; row < step->num_rows; row++)
         num_keys += step->seq_lens[row];
-    plan->threads = num_keys * op->num_heads > FEW_KEYS ? pool_num_threads() : 1;
+    plan->threads = num_keys * op->num_heads > FEW_KEYS ? pool_num_free() : 1;
     choose_paths(plan);
     if (!make_room(plan))
         return 1;
@@ -267,7 +267,6 @@ static int attend(struct plan *plan) {
     return plan->failed;
 }
 
-/* 0, or 1 when memory ran out. query and output point at token 0; query_stride: numbers between tokens of the query. */
 EXPORT int pelton_attend(const struct attention *op, const struct step *step, const void *query, int64_t query_stride, void *output) {
     struct plan plan = {.op = op, .step = step, .query = query, .query_stride = query_stride, .output = output};
     return attend(&plan);

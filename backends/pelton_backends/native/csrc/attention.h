@@ -118,4 +118,8 @@ int pelton_decode_avx512(const struct attention *op, const struct task *task, st
 int pelton_prefill_avx512(const struct attention *op, const struct task *task, struct turn *turn);
 #endif
 
+/* Rows of queries against their keys -> output [tokens, num_heads, head_dim]. 0, or 1 when memory ran out. query and output point at
+   token 0; query_stride: numbers between tokens of the query. */
+int pelton_attend(const struct attention *op, const struct step *step, const void *query, int64_t query_stride, void *output);
+
 #endif

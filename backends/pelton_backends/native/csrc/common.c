@@ -30,3 +30,8 @@ void *pelton_shared(size_t bytes) {
     static __thread struct memory memory;
     return at_least(&memory, bytes);
 }
+
+void *pelton_between(size_t bytes) {
+    static __thread struct memory memory;
+    return at_least(&memory, bytes);
+}

@@ -32,9 +32,11 @@ enum { DTYPE_F32 = 0, DTYPE_BF16 = 1 };
 enum { PANEL = 32 };
 
 /* This thread's scratch memory, 64-byte aligned, at least `bytes` long; NULL when there is none. A second call gives the
-   same memory. It stays mapped for ever. `pelton_shared` is the same once more, for what the threads of a run read together. */
+   same memory. It stays mapped for ever. `pelton_shared` is the same once more, for what the threads of a run read together;
+   `pelton_between` for what lies between kernels that one task calls. */
 void *pelton_scratch(size_t bytes);
 void *pelton_shared(size_t bytes);
+void *pelton_between(size_t bytes);
 
 INLINE float to_float(bf16 value) {
     uint32_t bits = (uint32_t)value << 16;

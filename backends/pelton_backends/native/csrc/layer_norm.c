@@ -1,14 +1,9 @@
 /* Layer norms in float32, with the sum before them. */
+#include "layer_norm.h"
 #include "lines.h"
 #include "pool.h"
 
 enum { TASK_ROWS = 16, SMALL_NORMS = 1 << 13 /* numbers: no more are worth a second thread */ };
-
-struct layer_norm {
-    const float *weight, *bias; /* [size]; bias may be NULL */
-    int64_t size;
-    float eps;
-};
 
 struct norm_call {
     const struct layer_norm *op;
@@ -66,7 +61,6 @@ static void norm_rows(void *context, int64_t task, struct turn *turn) {
         norm_row(call, row);
 }
 
-/* hidden [num_rows, size] -> output; with a residual of their sum, which takes the residual's place. */
 EXPORT void pelton_layer_norm(const struct layer_norm *op, const float *hidden, float *residual, int64_t num_rows, float *output) {
     struct norm_call call = {op, hidden, residual, output, num_rows};
     pool_do((struct pool_work){.run = norm_rows, .context = &call, .num_tasks = (num_rows + TASK_ROWS - 1) / TASK_ROWS, .has_shares = 1,

@@ -250,6 +250,8 @@ static void forget_threads(void) {
 
 int pool_num_threads(void) { return pool.num_threads; }
 
+int pool_num_free(void) { return is_inside ? 1 : pool.num_threads; }
+
 static int is_done(const struct part *part, int64_t task) {
     return atomic_load_explicit(&pool.tasks[task], memory_order_acquire) == (part->run << 2 | DONE);
 }

@@ -33,6 +33,9 @@ struct pool_work {
 /* Threads that may take part, the caller's among them. */
 int pool_num_threads(void);
 
+/* The same of a run that is started here: within a task that is the task's own thread alone. */
+int pool_num_free(void);
+
 /* Run all tasks and return when they are done. Within a task it runs on that task's thread alone. */
 void pool_do(struct pool_work work);
 
@@ -57,7 +60,7 @@ INLINE void pool_run_repeatable(int64_t num_tasks, task_fn run, void *context, s
    finishing a task are locked instructions, for which reads from memory wait: with a task for every panel of a weight (36 KiB) one
    row took 7 % longer (EPYC 9004). */
 INLINE int64_t pool_cut(int64_t count, int64_t together) {
-    int64_t threads = pool_num_threads(), tasks = most((count + together - 1) / together, TASKS_EACH * threads);
+    int64_t threads = pool_num_free(), tasks = most((count + together - 1) / together, TASKS_EACH * threads);
     return least(round_up(tasks, threads), count);
 }
 

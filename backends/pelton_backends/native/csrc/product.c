@@ -238,7 +238,7 @@ static void run_task(void *context, int64_t task, struct turn *turn) {
 
 /* Cut rows into blocks, and blocks into groups. */
 static void cut_rows(struct call *call) {
-    int64_t num_rows = call->in.num_rows, threads = pool_num_threads(), most_rows = call->engine->most_rows;
+    int64_t num_rows = call->in.num_rows, threads = pool_num_free(), most_rows = call->engine->most_rows;
     call->is_few = num_rows < MANY_ROWS;
     call->has_parts = !call->is_few && call->engine->part > 0;
     call->num_groups = 1;
