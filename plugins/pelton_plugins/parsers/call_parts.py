@@ -82,6 +82,11 @@ def json_schema(schema: Any, name: str) -> Part:
 
 
 def json_arguments(name: str, tool: Mapping[str, Any]) -> Part:
+    """Arguments as an object; of a function with a `grammar`, one text that keeps to it."""
+    if "grammar" in tool:
+        (key,) = tool["parameters"]["properties"]
+        held = {"type": "json_text", "grammar": tool["grammar"], "name": f"The grammar of {name}"}
+        return sequence("{", SPACE, f'"{key}"', SPACE, ":", SPACE, held, SPACE, "}")
     return json_schema(schema_of(tool), name)
 
 
@@ -126,6 +131,8 @@ def arguments_apart(
     more = sorted(root.keys() - _OF_OBJECTS)
     place = ""
     try:
+        if "grammar" in tool:
+            raise Refused("its grammar")
         if root.get("type") != "object" or more:
             raise Refused(more[0] if more else "type")
         properties, required = root.get("properties") or {}, root.get("required") or ()

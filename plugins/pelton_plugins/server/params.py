@@ -14,7 +14,7 @@ from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingPa
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, TokenizeRequest
 from pelton_plugins.server.rules import check_rules
 from pelton_plugins.server.structured_outputs import constraint_field, structured_outputs
-from pelton_plugins.server.tools import check_tools
+from pelton_plugins.server.tools import Offer, check_tools
 
 SAME_NAME = tuple(
     name
@@ -138,7 +138,8 @@ def check_completion(request: CompletionRequest) -> None:
         raise RequestError("max_tokens must be at least 1 without echo", param="max_tokens", value=0)
 
 
-def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> None:
+def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> Offer:
+    """Return the tools that the model may call."""
     check_common(request)
     if not request.messages:
         raise RequestError("messages is empty; send at least one message.", param="messages")
@@ -156,8 +157,9 @@ def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> None:
             param="max_completion_tokens",
             value=request.max_completion_tokens,
         )
-    check_tools(request.tools, request.tool_choice)
+    offer = check_tools(request.tools, request.tool_choice)
     check_template(request, trust_template=trust_template)
+    return offer
 
 
 RESERVED_TEMPLATE_NAMES = frozenset(

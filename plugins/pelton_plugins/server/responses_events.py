@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pelton.parsing.interface import Arguments, Content, Event, Reasoning, ToolCall
+from pelton_plugins.server.chat_reading import CustomCall, Input
 from pelton_plugins.server.protocol import ChatLogprobs, Usage
 from pelton_plugins.server.responses_protocol import ResponsesRequest
 
@@ -49,8 +50,9 @@ class ResponseBuilder:
                 found += self._reasoning(event.text)
             elif isinstance(event, ToolCall):
                 found += self.close()
-                item = _item("fc", type="function_call", call_id=event.call_id, name=event.name, arguments="")
-                found += self._add("function_call", item)
+                kind = "custom_tool_call" if isinstance(event, CustomCall) else "function_call"
+                prefix, text = ("ctc", "input") if isinstance(event, CustomCall) else ("fc", "arguments")
+                found += self._add(kind, _item(prefix, type=kind, call_id=event.call_id, name=event.name, **{text: ""}))
             else:
                 found += self._arguments(event)
         return found
@@ -119,8 +121,9 @@ class ResponseBuilder:
         return found
 
     def _arguments(self, event: Arguments) -> list[dict[str, Any]]:
-        self.output[-1]["arguments"] += event.text
-        return [self.event("response.function_call_arguments.delta", **self._at(), delta=event.text)]
+        kind, name = ("custom_tool_call", "input") if isinstance(event, Input) else ("function_call", "arguments")
+        self.output[-1][name] += event.text
+        return [self.event(f"response.{kind}_{name}.delta", **self._at(), delta=event.text)]
 
     def close(self, *, is_whole: bool = True) -> list[dict[str, Any]]:
         """End the item that grows, if one does."""
@@ -138,6 +141,8 @@ class ResponseBuilder:
                     arguments=item["arguments"],
                 )
             )
+        elif kind == "custom_tool_call":
+            found.append(self.event("response.custom_tool_call_input.done", **self._at(), input=item["input"]))
         else:
             part = item["content"][0]
             where = {**self._at(), "content_index": 0, "text": part["text"]}

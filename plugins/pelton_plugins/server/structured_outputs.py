@@ -52,6 +52,11 @@ def _response_format(request: GenerateRequest) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=asked.json_schema.schema)
 
 
+def is_json_format(request: GenerateRequest) -> bool:
+    """Return whether `response_format` asks for JSON."""
+    return request.response_format is not None and request.response_format.type in ("json_object", "json_schema")
+
+
 def constraint_field(request: msgspec.Struct) -> str:
     """The field of the request that holds the constraint."""
     return next((name for name in (*GUIDED, "response_format") if getattr(request, name, None) is not None), "")

@@ -13,6 +13,7 @@ from typing import Any
 
 from pelton.errors import RequestError
 from pelton_plugins.structured_output.guarded_text import guarded, messages, quoted_regex, raw_text
+from pelton_plugins.structured_output.json_text import in_json
 from pelton_plugins.structured_output.vocabulary import Vocabulary
 
 _MAX_PARTS, _MAX_DEPTH = 2000, 64
@@ -156,6 +157,12 @@ class Builder:
             raise _bad(f"{where}.grammar", f"is {text!r}; give a grammar")
         return self._embed({"lark_grammar": self._lark_of(text)})
 
+    def _json_text(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        """A JSON text whose content keeps to a grammar."""
+        name = part.get("name", where)
+        made = in_json(self._lark_of(part["grammar"]), name)
+        return f'"\\"" {self._embed({"lark_grammar": made})} "\\""'
+
     def _embed(self, grammar: dict[str, Any]) -> str:
         name = f"inner_{len(self._grammars)}"
         self._grammars.append({"name": name, **grammar})
@@ -280,6 +287,7 @@ _PARTS: dict[str, Callable[[Builder, Mapping[str, Any], str, int], str]] = {
     "json_schema": Builder._json_schema,
     "regex": Builder._regex,
     "grammar": Builder._grammar,
+    "json_text": Builder._json_text,
     "any_text": Builder._any_text,
     "sequence": Builder._sequence,
     "or": Builder._or,
