@@ -60,7 +60,7 @@ def as_chat(request: CohereChatRequest) -> ChatCompletionRequest:
         if wanted.json_schema is not None:
             shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.json_schema}}  # type: ignore[dict-item]
         found["response_format"] = msgspec.convert(shape, ResponseFormat)
-    if request.tool_choice is not None and request.tools:
+    if request.tool_choice is not None:
         found["tool_choice"] = request.tool_choice.lower()
     tools = None if request.tools is None else [Tool(function=tool.function) for tool in request.tools]
     if tools and request.strict_tools:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from pelton.errors import RequestError
 from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, TokenizeRequest
 from pelton_plugins.server.rules import check_rules
-from pelton_plugins.server.structured_outputs import constraint_field, structured_outputs
+from pelton_plugins.server.structured_outputs import structured_outputs
 from pelton_plugins.server.tools import Offer, check_tools
 
 SAME_NAME = tuple(
@@ -90,30 +89,6 @@ def _json_size(name: str, value: dict[str, Any]) -> int:
         return len(msgspec.json.encode(value))
     except RecursionError:  # it may be decoded at a depth of the stack, and not encoded at another
         raise RequestError(f"{name} is nested too deeply", param=name) from None
-
-
-def sent_names(request: msgspec.Struct) -> dict[str, str]:
-    """Return the names that differ between engine and request: from the engine's name to the field that the client sent."""
-    if not isinstance(request, GenerateRequest):
-        return {}
-    names: list[tuple[str, str, bool]] = [
-        ("extra_args", "vllm_xargs", True),
-        ("structured_outputs", constraint_field(request) or "tools", request.structured_outputs is None),
-    ]
-    if isinstance(request, ChatCompletionRequest):
-        names += [("logprobs", "top_logprobs", True), ("max_tokens", "max_completion_tokens", True)]
-    else:
-        names += [("prompt_logprobs", "logprobs", request.prompt_logprobs is None)]  # with echo
-    return {name: field for name, field, is_sent in names if is_sent and getattr(request, field, None) is not None}
-
-
-def in_sent_names(message: str, param: str | None, request: msgspec.Struct) -> tuple[str, str | None]:
-    """An error's text and field with the names of `sent_names`."""
-    names = sent_names(request)
-    for name, field in names.items():
-        if name == param or name == "max_tokens":  # which errors of other fields and of the prompt's length mention
-            message = re.sub(rf"\b{name}\b", field, message)
-    return message, names.get(param or "", param)
 
 
 NOT_WITH_EMBEDS = ("echo", "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search")

@@ -48,7 +48,7 @@ def _response_format(request: GenerateRequest) -> StructuredOutputsParams:
         }
         return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", **tag}))
     if asked.json_schema is None or asked.json_schema.schema is None:
-        raise RequestError("response_format json_schema needs json_schema.schema.", param="response_format.json_schema")
+        raise RequestError("A format of type json_schema needs a schema.", param="response_format.json_schema")
     return StructuredOutputsParams(json=asked.json_schema.schema)
 
 
