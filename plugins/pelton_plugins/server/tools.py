@@ -163,7 +163,8 @@ def _check_tool(tool: Tool, place: str) -> None:
     except RecursionError:
         raise RequestError("parameters are nested too deeply", param=large) from None
     if size > limits.MAX_TOOL_BYTES:
-        raise RequestError(f"the {tool.type} has {size} bytes of JSON; at most {limits.MAX_TOOL_BYTES}", param=large)
+        what = "function" if tool.type == "function" else "tool"
+        raise RequestError(f"the {what} has {size} bytes of JSON; at most {limits.MAX_TOOL_BYTES}", param=large)
     if isinstance(definition, CustomDefinition):
         check_format(definition.format, f"{place}.format")
 

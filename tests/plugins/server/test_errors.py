@@ -330,6 +330,15 @@ def test_other_content_types(shared, content_type):
     check(reply, 400, "BadRequestError", text="application/json")
 
 
+def test_a_body_that_is_encoded_is_refused_by_name(shared):
+    for encoding, status in (("gzip", 400), ("br, gzip", 400), ("identity", 200)):
+        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+        reply = shared.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
+        assert reply.status_code == status
+        if status == 400:
+            check(reply, 400, "BadRequestError", "Content-Encoding", repr(encoding))
+
+
 def test_content_type_may_name_a_charset(shared):
     headers = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert shared.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers).status_code == 200

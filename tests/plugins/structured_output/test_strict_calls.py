@@ -464,7 +464,7 @@ def test_an_answer_is_the_json_that_is_wanted_or_calls(name):
 AN_ARRAY = {"type": "array", "contains": {"type": "string"}}
 TEXT_OR_NUMBER = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 5}]}
 REFUSED = [
-    (HermesParser, "tags", AN_ARRAY, "The schema of f at /properties/tags/contains cannot be enforced"),
+    (HermesParser, "tags", AN_ARRAY, "The schema of f at /properties/tags/contains cannot be enforced: Unimpl"),
     (HermesParser, "a", {"type": "strng"}, "The schema of f at /properties/a/type is 'strng'"),
     (
         Qwen3CoderParser,
@@ -477,6 +477,13 @@ REFUSED = [
     (DSMLParser, "a", {"oneOf": [{"type": "string"}, {"type": "integer"}]}, "oneOf without a type"),
     (Qwen3CoderParser, None, LINES, "The schema of f cannot be enforced in the form of tags: its grammar"),
     (PythonicParser, None, LINES, "The schema of f cannot be enforced in the form of Python: its grammar"),
+    (HermesParser, None, "start: foo", 'The grammar of f cannot be compiled: at 1(8): unknown name: "foo"'),
+    (
+        HermesParser,
+        "a",
+        {"type": "string", "pattern": "("},
+        "The schema of f at /properties/a/pattern cannot be compiled: regex",
+    ),
     (HermesParser, None, "start: <x>", "The grammar of f cannot be held within JSON because of '<x>'"),
     (PythonicParser, "a b", {"type": "string"}, "/properties/a b cannot be enforced in the form of Python: its name"),
 ]
