@@ -48,15 +48,13 @@ def check_format(given: CustomFormat | None, place: str) -> None:
 def as_function(tool: CustomDefinition, *, is_shown: bool = False) -> dict[str, Any]:
     """The function that stands for a tool, as parsers take it; is_shown: as chat templates do.
 
-    One whose input keeps to a grammar is strict. A regex is a pattern of its schema; Lark stands beside it, as `grammar`.
+    One whose input keeps to a grammar is strict, and has that beside it, as Lark.
     """
     text: dict[str, Any] = {"type": "string"}
     grammar = tool.grammar
     if is_shown and grammar is not None:
         kind = "Lark grammar" if grammar.syntax == "lark" else "regex"
         text["description"] = f"Text that matches this {kind}: {grammar.definition}"
-    elif grammar is not None and grammar.syntax == "regex":
-        text["pattern"] = f"^(?:{grammar.definition})$"
     found: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         found["description"] = tool.description
@@ -65,9 +63,18 @@ def as_function(tool: CustomDefinition, *, is_shown: bool = False) -> dict[str, 
     }  # fmt: skip
     if grammar is not None and not is_shown:
         found["strict"] = True
-        if grammar.syntax == "lark":
-            found["grammar"] = grammar.definition
+        found["grammar"] = grammar.definition if grammar.syntax == "lark" else _lark_of(grammar.definition)
     return found
+
+
+_ANCHORS = re.compile(r"^\^|(?<!\\)((?:\\\\)*)\$$")
+_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)/")
+
+
+def _lark_of(regex: str) -> str:
+    """A regex, which matches all of a text in any case, as a grammar."""
+    whole = _SLASH.sub(r"\1\\/", _ANCHORS.sub(r"\1", regex)).replace("\n", "\\n")
+    return f"start: /{whole}/"
 
 
 def call_of_function(call: Mapping[str, Any], place: str) -> Mapping[str, Any]:

@@ -278,13 +278,16 @@ def raw_text(builder: Builder, part: Mapping[str, Any], where: str, depth: int) 
     found = builder.first_special(end)
     before = end if found is None else found[0]
     conditions = [f"/(?us:.{size}){quoted_regex(before)}/"]
-    if found is None:
-        conditions.append(f"~/{ANY}{quoted_regex(part.get('marker', end))}{BYTE}{ANY}/")
-    else:
+    if found is not None:
         excludes.append(end)
-    if excludes:
-        conditions.append(f"~/{ANY}{_either(map(quoted_regex, excludes))}{ANY}/")
+    conditions += without_marks(part.get("marker", end) if found is None else "", excludes)
     text = builder.terminal(" & ".join(conditions))
     if found is None:
         return builder.rule(text, suffix="[lazy]")
     return f"{text} <[{found[1]}]> {builder.literal(found[2]) if found[2] else ''}"
+
+
+def without_marks(marker: str, excludes: Sequence[str]) -> list[str]:
+    """Terminals of texts without a marker but at their end, and without others at all."""
+    found = [f"~/{ANY}{quoted_regex(marker)}{BYTE}{ANY}/"] if marker else []
+    return [*found, f"~/{ANY}{_either(map(quoted_regex, excludes))}{ANY}/"] if excludes else found

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pelton_late_import import LateImport
 
-from pelton_plugins.server.custom_tools import InputReader, arguments_of
+from pelton_plugins.server.custom_tools import (
+    CustomDefinition,
+    CustomFormat,
+    GrammarDefinition,
+    InputReader,
+    arguments_of,
+    as_function,
+)
 
 openai = LateImport("openai")
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -125,7 +132,7 @@ def test_the_text_of_a_named_tool_with_a_grammar_is_its_input(server, client, st
 
 
 def test_what_holds_an_input(server):
-    """A regex is a pattern, and Lark a part of a structural tag; without a grammar only a forced call is held."""
+    """A grammar is a part of a structural tag, but for the answer that is an input; without one only a forced call is held."""
     server.llm.answer = '{"input": "a1"}'
     named = {"type": "custom", "custom": {"name": "run"}}
     assert server.post(CHAT, {"messages": HI, "tools": [PLAIN], "tool_choice": named}).json()["choices"][0]["message"][
@@ -135,8 +142,7 @@ def test_what_holds_an_input(server):
     server.post(CHAT, {"messages": HI, "tools": [custom(REGEX)], "tool_choice": named})
     assert asked(server).regex == "a[0-9]+"
     server.post(CHAT, {"messages": HI, "tools": [custom(REGEX), FUNCTION], "tool_choice": "required"})
-    call = asked(server).json["items"]["anyOf"][0]
-    assert call["properties"]["parameters"]["properties"]["input"]["pattern"] == "^(?:a[0-9]+)$"
+    assert "start: /a[0-9]+/" in json.dumps(asked(server).structural_tag)
     server.llm.answer = '[{"name":"run","parameters":{"input":"a1"}}]'
     body = {"messages": HI, "tools": [custom(LARK), FUNCTION], "tool_choice": "required"}
     assert server.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"][0]["custom"]["input"] == "a1"
@@ -260,3 +266,14 @@ def test_arguments_of_another_form_are_the_input_as_they_are(arguments, text):
         reader = InputReader()
         found = "".join(reader.feed(arguments[at : at + size]) for at in range(0, len(arguments), size))
         assert found + reader.finish() == text
+
+
+@pytest.mark.parametrize(
+    "regex, lark",
+    [("a+", "a+"), ("^a|b$", "a|b"), (r"a\$", r"a\$"), (r"a\\$", r"a\\"), ("a/b\n", r"a\/b\n"), (r"a\/b", r"a\/b")],
+)
+def test_a_regex_as_a_grammar(regex, lark):
+    tool = CustomDefinition(
+        name="f", format=CustomFormat(type="grammar", grammar=GrammarDefinition(syntax="regex", definition=regex))
+    )
+    assert as_function(tool)["grammar"] == f"start: /{lark}/"

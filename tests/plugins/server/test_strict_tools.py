@@ -136,6 +136,6 @@ def test_an_input_keeps_to_its_grammar_whoever_chooses_the_call(client):
     ).output
     assert any(item.type == "custom_tool_call" and re.fullmatch(r'([0-9]"\n){1,3}', item.input) for item in items)
     tool["custom"]["format"]["grammar"]["definition"] = "start: /a$/"
-    with pytest.raises(openai.BadRequestError, match="The grammar of lines cannot be held within JSON") as refused:
+    with pytest.raises(openai.BadRequestError, match="The grammar of lines cannot be held within a call") as refused:
         client.chat.completions.create(**more)
     assert refused.value.param == "tools"

@@ -475,8 +475,12 @@ REFUSED = [
     (Qwen3CoderParser, "a", {"enum": ["1", 2]}, "the value '1', which would be read as another"),
     (Qwen3CoderParser, "a", TEXT_OR_NUMBER, "a text, or a value with a schema of its own"),
     (DSMLParser, "a", {"oneOf": [{"type": "string"}, {"type": "integer"}]}, "oneOf without a type"),
-    (Qwen3CoderParser, None, LINES, "The schema of f cannot be enforced in the form of tags: its grammar"),
-    (PythonicParser, None, LINES, "The schema of f cannot be enforced in the form of Python: its grammar"),
+    (
+        Qwen3CoderParser,
+        None,
+        'start: "(" start ")" | "a"',
+        "The grammar of f cannot be held within a call because of 'the rule start",
+    ),
     (HermesParser, None, "start: foo", 'The grammar of f cannot be compiled: at 1(8): unknown name: "foo"'),
     (
         HermesParser,
@@ -484,7 +488,7 @@ REFUSED = [
         {"type": "string", "pattern": "("},
         "The schema of f at /properties/a/pattern cannot be compiled: regex",
     ),
-    (HermesParser, None, "start: <x>", "The grammar of f cannot be held within JSON because of '<x>'"),
+    (HermesParser, None, "start: <x>", "The grammar of f cannot be held within a call because of '<x>'"),
     (PythonicParser, "a b", {"type": "string"}, "/properties/a b cannot be enforced in the form of Python: its name"),
 ]
 

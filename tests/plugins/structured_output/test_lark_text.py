@@ -16,7 +16,7 @@ from pelton.sampling_params import StructuredOutputsParams
 from pelton.structured.interface import StructuredOutputContext
 from pelton.testing.models import EOS_ID, VOCAB_SIZE, make_tiny_tokenizer
 from pelton_plugins.structured_output.auto import AutoBackend
-from pelton_plugins.structured_output.json_text import in_json
+from pelton_plugins.structured_output.lark_text import in_json
 
 PATCH = r"""
 start: begin_patch hunk+ end_patch
@@ -38,7 +38,7 @@ ADDED = "*** Begin Patch\n*** Add File: a\"b\\c\té.py\n+print('\\n')\n+\n*** En
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory):
-    path = make_tiny_tokenizer(tmp_path_factory.mktemp("json_text"))
+    path = make_tiny_tokenizer(tmp_path_factory.mktemp("lark_text"))
     backend = AutoBackend(
         StructuredOutputContext(tokenizer_path=str(path), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_ID])
     )
@@ -114,7 +114,7 @@ def test_texts_in_json_are_those_of_the_grammar(taken, lark, regex):
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused_by_name(taken, lark, what):
-    with pytest.raises(RequestError, match=f"The grammar of f cannot be held within JSON because of .*{what}"):
+    with pytest.raises(RequestError, match=f"The grammar of f cannot be held within a call because of .*{what}"):
         taken(lark, '"a"')
 
 

@@ -1,9 +1,9 @@
-r"""From a Lark grammar of texts to one of the same texts as JSON writes them between quotation marks.
+r"""Lark grammars of texts that stand within something else: in JSON between quotation marks, or between tags.
 
-What a terminal matches is rewritten character by character: a quotation mark becomes `\"`, a line break `\n`, and so on, each in the
-shortest form that JSON has. The lexer takes the longest match, and does not go back over the backslash of an escape that another
-terminal begins with: where several have escapes in them, the rules become terminals too, so that all is one regex in the end. That needs
-rules without recursion.
+In JSON, what a terminal matches is rewritten character by character: a quotation mark becomes `\"`, a line break `\n`, and so on, each in
+the shortest form that JSON has. The lexer takes the longest match, and does not go back over the backslash of an escape that another
+terminal begins with: where several have escapes in them, the rules become terminals too, so that all is one regex in the end. So it is
+between tags, where the text must not have the tag in it that ends it. That needs rules without recursion.
 """
 
 from __future__ import annotations
@@ -66,16 +66,26 @@ def in_json(lark: str, name: str) -> str:
     made = writer.write(lark)
     if len(writer.escaping) < 2:
         return made
-    writer.inlines = True
+    made = _inlined(lark, _Writer(name, inlines=True), "beside several terminals of characters that JSON escapes")
+    return f"start: {START}\n{made}"
+
+
+def in_terminals(lark: str, name: str) -> str:
+    """Return the definitions of terminals of which `START` matches the grammar's texts. Raises as `in_json`."""
+    if len(lark) > _MAX_CHARS:
+        raise _cannot(name, f"its {len(lark)} characters, of which there may be {_MAX_CHARS}")
+    return _inlined(lark, _Writer(name, inlines=True, is_json=False), "between tags")
+
+
+def _inlined(lark: str, writer: _Writer, where: str) -> str:
     made = writer.write(lark)
     if (rule := _recursive(made)) is not None:
-        raise _cannot(
-            name, f"the rule {rule}, which has itself in it, beside several terminals of characters that JSON escapes"
-        )
-    return f"start: {_INLINED}START\n{made}"
+        raise _cannot(writer.name, f"the rule {rule}, which has itself in it, {where}")
+    return made
 
 
 _INLINED = "INLINED_"
+START = f"{_INLINED}START"
 _DEFINED = re.compile(rf"^\s*({_INLINED}\w+)\s*:", re.MULTILINE)
 
 
@@ -93,13 +103,13 @@ def _recursive(lark: str) -> str | None:
 
 
 class _Writer:
-    """inlines: rules become terminals."""
+    """inlines: rules become terminals. is_json: texts get the escapes of JSON."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.inlines = False
+    def __init__(self, name: str, *, inlines: bool = False, is_json: bool = True) -> None:
+        self.name = name
         self.escaping: set[str] = set()
         """Terminals with escapes in them."""
+        self._inlines, self._is_json = inlines, is_json
 
     def write(self, lark: str) -> str:
         return _PART.sub(self._part, lark)
@@ -109,31 +119,29 @@ class _Writer:
         if kind == "range":
             text = _range(text)
             kind = "regex"
-        if kind == "string":
-            made = _string(text, self._name)
-            self._note(text, made)
-            return made
-        if kind == "regex":
-            body, _, flags = text[1:].rpartition("/")
-            made = f"/{_regex(body, flags, self._name)}/{flags}"
-            self._note(text, made)
+        if kind in ("string", "regex"):
+            made = text if not self._is_json else self._in_json(text, is_regex=kind == "regex")
+            if made != text:
+                self.escaping.add(text)
             return made
         if kind == "import":
-            return "\n".join(self.write(one) for one in _imported(text, self._name))
-        if kind == "refused" or (kind == "ignore" and self.inlines):
-            raise _cannot(self._name, text)
-        if kind == "rule" and self.inlines:
+            return "\n".join(self.write(one) for one in _imported(text, self.name))
+        if kind == "refused" or (kind == "ignore" and self._inlines):
+            raise _cannot(self.name, text)
+        if kind == "rule" and self._inlines:
             return _INLINED + text.upper()
-        return "" if kind in ("alias", "mark", "comment") else text
+        return "" if kind in ("alias", "mark", "comment", "option") else text
 
-    def _note(self, text: str, made: str) -> None:
-        if made != text:
-            self.escaping.add(text)
+    def _in_json(self, text: str, *, is_regex: bool) -> str:
+        if not is_regex:
+            return _string(text, self.name)
+        body, _, flags = text[1:].rpartition("/")
+        return f"/{_regex(body, flags, self.name)}/{flags}"
 
 
 def _cannot(name: str, what: str) -> RequestError:
     return RequestError(
-        f"{name} cannot be held within JSON because of {what[:100]!r}; name the tool in tool_choice, or write it without", param="tools"
+        f"{name} cannot be held within a call because of {what[:100]!r}; name the tool in tool_choice, or write it without", param="tools"
     )  # fmt: skip
 
 
