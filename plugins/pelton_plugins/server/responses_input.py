@@ -103,8 +103,11 @@ def _choice(request: ResponsesRequest) -> ToolChoice | None:
     if choice is None or isinstance(choice, str):
         return None if not request.tools and choice != "required" else choice
     if choice.type == "allowed_tools":
-        if choice.mode is None:
-            raise RequestError("tool_choice of type allowed_tools needs a mode", param="tool_choice.mode")
+        if choice.mode is None or not choice.tools:
+            raise RequestError(
+                "tool_choice of type allowed_tools needs a mode and at least one tool",
+                param=f"tool_choice.{'mode' if choice.mode is None else 'tools'}",
+            )
         tools = [ToolReference(type=one.type, **{one.type: ToolName(name=one.name)}) for one in choice.tools or ()]
         return ToolSelection(type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=tools))
     if choice.name is None:

@@ -228,7 +228,7 @@ def test_what_is_wrong_is_named(server, body, param):
         ({"tools": [{"type": "custom", "name": "f"}], "tool_choice": {"type": "custom"}}, "tool_choice.name"),
         ({"tools": [{"type": "custom", "name": "f"}], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode"),
         ({"tools": [{"type": "custom", "name": "f"}], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
-         "tool_choice.allowed_tools"),
+         "tool_choice.tools"),
     ],
     ids=str,
 )  # fmt: skip

@@ -127,6 +127,6 @@ def test_what_cannot_be_held_is_refused_by_name(taken, lark, what):
     ],
     ids=lambda one: one[:8],
 )  # fmt: skip
-def test_long_grammars_are_written_or_refused_without_going_over_them_again_and_again(lark):
+def test_long_grammars_grow_by_what_their_characters_become_or_are_refused(lark):
     with contextlib.suppress(RequestError):
-        assert in_json(lark, "f") != lark
+        assert len(in_json(lark, "f")) < 400 * len(lark)
