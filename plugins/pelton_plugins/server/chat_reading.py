@@ -216,6 +216,13 @@ def chosen_calls(
     return StructuredOutputsParams(structural_tag={"format": dict(made)}, reasoning_end=reasoning_end)
 
 
+def _with_grammar(request: ChatCompletionRequest, offer: Offer) -> str | None:
+    """The place of the first format that is a grammar, of a tool that may be called."""
+    held = {tool.name for tool in offer.tools if grammar_of(tool) is not None}
+    found = (index for index, tool in enumerate(request.tools or ()) if tool.name in held)
+    return next((f"tools[{index}].custom.format" for index in found), None)
+
+
 def read_chat(
     parsers: Parsers,
     llm: Any,
@@ -248,6 +255,12 @@ def read_chat(
     # A constraint that is not of JSON holds the whole answer: no call is in it.
     if kind == "auto" and plan is not None and (wanted is None or is_json_format(request)):
         chosen = chosen_calls(plan, wanted, is_parallel=is_parallel)
+        if wanted is None and chosen is None and (place := _with_grammar(request, offer)) is not None:
+            raise RequestError(
+                "the format of this model's calls does not say how to hold one to a grammar: name the tool in tool_choice, "
+                'require a call, or use a format of type "text"',
+                param=place,
+            )
     if (held := forced or chosen) is not None:
         params = msgspec.structs.replace(params, structured_outputs=held)
     constrained = params.structured_outputs

@@ -224,6 +224,12 @@ def test_the_checkpoints_own_template_is_enough(start, tmp_path):
     message = running.post(CHAT, {"messages": HI, "tools": [WEATHER]}).json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm.", "Ok.")
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a"}}
+    reply = running.post(
+        CHAT,
+        {"messages": HI, "tools": [WEATHER, {"type": "custom", "custom": {"name": "f", "format": grammar}}]},
+    )
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools[1].custom.format"
 
 
 def test_definitions_of_several_tools_do_not_meet():
