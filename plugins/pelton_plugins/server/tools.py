@@ -27,7 +27,7 @@ ToolType = Literal["function", "custom"]
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """What its `type` says: the other one of the definitions is not read."""
+    """A function, or a tool that takes a text, by its `type`: the other one of the definitions is not read."""
 
     type: ToolType = "function"
     function: FunctionDefinition | None = None
@@ -77,7 +77,7 @@ ToolChoice = Literal["none", "auto", "required"] | ToolSelection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a model may call, by `tools` and `tool_choice` together."""
+    """The tools that a model may call, by `tools` and `tool_choice` together."""
 
     kind: Literal["none", "auto", "required", "named"] = "none"
     """A call of a named tool is forced, and so is one of any tool that is required."""
