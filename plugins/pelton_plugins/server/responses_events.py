@@ -172,6 +172,14 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
+def _choice(request: ResponsesRequest) -> Any:
+    """As it was sent."""
+    choice = request.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice or "auto"
+    return {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None}
+
+
 def _outline(response_id: str, model: str, request: ResponsesRequest, *, is_stored: bool) -> dict[str, Any]:
     """A response before its first token: mostly what was asked for."""
     text = request.text
@@ -199,7 +207,7 @@ def _outline(response_id: str, model: str, request: ResponsesRequest, *, is_stor
         "text": {
             "format": {"type": "text"} if text is None or text.format is None else msgspec.to_builtins(text.format)
         },
-        "tool_choice": "auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
+        "tool_choice": _choice(request),
         "tools": tools,
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
