@@ -15,7 +15,7 @@ MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 STALL_TIMEOUT_S = 60.0  # a client that reads nothing of an answer for so long is cut off
 HEAD_TIMEOUT_S = 30.0  # from the connection, or the first byte of a later request, to the end of its headers
 
-MAX_SENT_AHEAD = 32  # requests that are read behind one that is being answered
+MAX_SENT_AHEAD = 4  # requests that are read behind one that is being answered: their bodies wait in memory
 
 
 class Direct:
