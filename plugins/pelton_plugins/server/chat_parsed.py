@@ -10,7 +10,8 @@ import msgspec
 from pelton.outputs import CompletionOutput
 from pelton.parsing.interface import Content, Event, Reasoning, ToolCall
 from pelton_plugins.server.chat import ChatAnswer, _plain
-from pelton_plugins.server.chat_reading import ChatReading, ChoiceReader, CustomCall, Input
+from pelton_plugins.server.chat_calls import CustomCall, Input
+from pelton_plugins.server.chat_reading import ChatReading, ChoiceReader
 from pelton_plugins.server.generation import Ready
 from pelton_plugins.server.protocol import ChatChoice, ChatMessage
 

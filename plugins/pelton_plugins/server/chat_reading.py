@@ -5,7 +5,6 @@ Only what the request asked for comes through: one call where parallel ones are 
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 import uuid
@@ -18,7 +17,7 @@ from pelton.errors import RequestError
 from pelton.outputs import CompletionOutput
 from pelton.parsing.interface import Arguments, Content, Event, ParserContext, Reasoning, ToolCall
 from pelton.sampling_params import SamplingParams, StructuredOutputsParams
-from pelton_plugins.server.custom_tools import InputReader
+from pelton_plugins.server.chat_calls import Call, CallOfCustom, NoCall, TextCall
 from pelton_plugins.server.forced_calls import constraint, grammar_of
 from pelton_plugins.server.parsing import AnswerPlan, AnswerReader, NamedReader, Parsers
 from pelton_plugins.server.protocol import ChatCompletionRequest
@@ -26,14 +25,6 @@ from pelton_plugins.server.structured_outputs import is_json_format
 from pelton_plugins.server.tools import Offer
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
-
-
-class CustomCall(ToolCall):
-    """A call of a custom tool begins."""
-
-
-class Input(Arguments):
-    """More of its input."""
 
 
 @dataclass(eq=False)
@@ -66,71 +57,6 @@ class ChatReading:
         if self.plan is not None and self.plan.ids_have_nine_characters:
             return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
         return f"chatcmpl-tool-{uuid.uuid4().hex}"
-
-
-class Call:
-    """A call that clients see."""
-
-    counts = True
-
-    def __init__(self, call: ToolCall) -> None:
-        self.call = call
-
-    def begin(self, call_id: str) -> list[Event]:
-        return [ToolCall(self.call.name, call_id)]
-
-    def feed(self, text: str) -> list[Event]:
-        return [Arguments(text)]
-
-    def finish(self) -> list[Event]:
-        return []
-
-
-class CallOfCustom(Call):
-    """A custom tool's. is_input: its arguments are the input as it is."""
-
-    def __init__(self, call: ToolCall, *, is_input: bool) -> None:
-        super().__init__(call)
-        self._reader = None if is_input else InputReader()
-
-    def begin(self, call_id: str) -> list[Event]:
-        return [CustomCall(self.call.name, call_id)]
-
-    def feed(self, text: str) -> list[Event]:
-        return self._events(text if self._reader is None else self._reader.feed(text))
-
-    def finish(self) -> list[Event]:
-        return [] if self._reader is None else self._events(self._reader.finish())
-
-    def _events(self, text: str) -> list[Event]:
-        return [Input(text)] if text else []
-
-
-class TextCall(Call):
-    """One that the request does not allow: what the model wrote is content."""
-
-    counts = False
-
-    def begin(self, call_id: str) -> list[Event]:
-        return [Content(f'{{"name": {json.dumps(self.call.name, ensure_ascii=False)}, "arguments": ')]
-
-    def feed(self, text: str) -> list[Event]:
-        return [Content(text)]
-
-    def finish(self) -> list[Event]:
-        return [Content("}")]
-
-
-class NoCall(Call):
-    """One that is one too many."""
-
-    counts = False
-
-    def begin(self, call_id: str) -> list[Event]:
-        return []
-
-    def feed(self, text: str) -> list[Event]:
-        return []
 
 
 class ChoiceReader:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pelton.parsing.interface import Arguments, Content, Event, Reasoning, ToolCall
-from pelton_plugins.server.chat_reading import CustomCall, Input
+from pelton_plugins.server.chat_calls import CustomCall, Input
 from pelton_plugins.server.protocol import ChatLogprobs, Usage
 from pelton_plugins.server.responses_protocol import ResponsesRequest
 
