@@ -52,6 +52,9 @@ class TestHermes(OutputParserConformance):
             '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
             Content("I look."), *PARIS, *NOW,
         ),
+        # Cut off in the closing tag, which is no text of the answer.
+        sample('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_c', *PARIS),
+        sample('<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</to us', *PARIS, Content("</to us")),
         # vLLM #47901: what follows an empty call was dropped.
         sample(
             '<tool_call>{"name": "get_time"}</tool_call><tool_call>{"arguments": {"city": "Paris"}, '
