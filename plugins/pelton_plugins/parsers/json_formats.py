@@ -49,9 +49,6 @@ class HermesParser(JsonParser):
             yield from self.space()
             if (yield from self.takes(self.CLOSE)):
                 return
-            left = self._text[self._at :]
-            if self.CLOSE.startswith(left) and self._is_whole:  # the answer is cut off in it
-                self.take(len(left))
             if (yield from self.peek(1)) not in ("}", "]"):
                 return
             self.take(1)
