@@ -27,7 +27,7 @@ from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.wire import BoundedHttpProtocol
 
-VOCAB = "\x00abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789.,:<>|?!'\n/_{}[]\"=`*-"
+VOCAB = "\x00abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789.,:<>|?!'\n/_{}[]\"=`*-()\\"
 
 
 class CharTokenizer:

@@ -74,6 +74,9 @@ def functions(context: ParserContext) -> list[tuple[str, Mapping[str, Any]]]:
 def schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments."""
     schema = (tool.get("parameters") or {}) if tool.get("strict") else {}
+    if "grammar" in tool:  # of its one text
+        (key,) = schema["properties"]
+        schema = {**schema, "properties": {key: {"type": "string", "grammar": tool["grammar"]}}}
     return schema if "type" in schema or "$ref" in schema else {"type": "object", **schema}
 
 
@@ -81,7 +84,15 @@ def json_schema(schema: Any, name: str) -> Part:
     return {"type": "json_schema", "json_schema": schema, "name": f"The schema of {name}"}
 
 
+def json_text(grammar: str, name: str) -> Part:
+    return {"type": "json_text", "grammar": grammar, "name": f"The grammar of {name}"}
+
+
 def json_arguments(name: str, tool: Mapping[str, Any]) -> Part:
+    """Arguments as an object; of a function with a `grammar`, one text that keeps to it."""
+    if "grammar" in tool:
+        (key,) = tool["parameters"]["properties"]
+        return sequence("{", SPACE, f'"{key}"', SPACE, ":", SPACE, json_text(tool["grammar"], name), SPACE, "}")
     return json_schema(schema_of(tool), name)
 
 
@@ -221,6 +232,8 @@ class Tags:
         parts: list[Part] = []
         has_text = False
         for one in found:
+            if isinstance(one, Mapping) and "grammar" in one:
+                return self._held(one["grammar"], name)
             made, is_text = self._branch(one, root, types, name)
             parts += made
             has_text = has_text or is_text
@@ -266,6 +279,15 @@ class Tags:
             raise Refused(f"the value {written[:100]!r}, which would be read as another")
         before = self._text_before if is_text and self._text_before is not None else self._before
         return text(f"{before}{self._edge}{written}{self._edge}{self._end}")
+
+    def _held(self, grammar: str, name: str) -> Part:
+        """A text that keeps to a grammar."""
+        before = self._before if self._text_before is None else self._text_before
+        held = {
+            "type": "lark_text", "grammar": grammar, "name": f"The grammar of {name}", "end": self._edge + self._end,
+            "marker": self._end, "excludes": self._closers,
+        }  # fmt: skip
+        return sequence(before + self._edge, held)
 
     def _text(self, schema: Mapping[str, Any]) -> Part:
         more = sorted(schema.keys() - NOTES - {"type", "minLength", "maxLength"})

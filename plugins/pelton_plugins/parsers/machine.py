@@ -35,6 +35,7 @@ class ScriptParser(OutputParser):
         self._space = ""  # behind what was written last: dropped where a call follows
         self._trims = False  # space before the next text is dropped
         self._has_arguments = True  # of the call that was begun last
+        self._has_called = False
         self._script: Generator[None, None, None] | None = self.script()
 
     @abstractmethod
@@ -67,7 +68,7 @@ class ScriptParser(OutputParser):
         """Write content. Space at its end is kept back: a call may follow."""
         if self._trims:
             text = text.lstrip()
-            if not text:
+            if not text or (self._is_whole and self._has_called and self._is_cut_marker(text)):
                 return
             self._trims = False
         if self._space:
@@ -76,6 +77,11 @@ class ScriptParser(OutputParser):
         self._space = text[len(kept) :]
         if kept:
             self._events.append(Content(kept))
+
+    def _is_cut_marker(self, text: str) -> bool:
+        """The answer ends in the middle of a marker, with nothing else behind its last call."""
+        found = self.markers(self.context) or ()
+        return any(len(text) < len(marker) and marker.startswith(text) for marker in found)
 
     def end_content(self) -> None:
         """The answer is over: the space at its end belongs to it."""
@@ -92,7 +98,7 @@ class ScriptParser(OutputParser):
 
     def call(self, name: str, call_id: str | None = None) -> None:
         self.trim()
-        self._has_arguments = False
+        self._has_arguments, self._has_called = False, True
         self._events.append(ToolCall(name, call_id))
 
     def arguments(self, text: str) -> None:

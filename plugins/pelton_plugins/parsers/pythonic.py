@@ -18,6 +18,7 @@ from pelton_plugins.parsers.call_parts import (
     functions,
     guarded,
     json_schema,
+    json_text,
     many,
     maybe,
     sequence,
@@ -218,6 +219,8 @@ def _argument_of(name: str, key: str, schema: Any, root: Mapping[str, Any]) -> P
 
 def _written(schema: Any, root: Mapping[str, Any], name: str) -> Part:
     """A value: JSON, whose texts, numbers and lists are Python too."""
+    if isinstance(schema, Mapping) and "grammar" in schema:
+        return json_text(schema["grammar"], name)
     if isinstance(schema, Mapping) and not {"enum", "const"} & schema.keys():
         if schema.get("type") == "boolean":
             return either([text("True"), text("False")])

@@ -67,8 +67,8 @@ async def count_tokens(exchange: Exchange, request: CountTokensRequest) -> None:
     llm = state.generating_engine()
     state.check_model(request.model)
     chat = as_chat(request)
-    check_chat(chat, trust_template=False)
-    prompt = await render(llm, chat, with_specials=exchange.state.config.special_tokens_in_messages)
+    offer = check_chat(chat, trust_template=False)
+    prompt = await render(llm, chat, offer.tools, with_specials=state.config.special_tokens_in_messages)
     await exchange.answer(msgspec.json.encode(CountTokensAnswer(input_tokens=len(prompt.token_ids))))
 
 

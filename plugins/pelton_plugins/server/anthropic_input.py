@@ -11,7 +11,7 @@ from pelton.errors import RequestError
 from pelton_plugins.server.anthropic_protocol import AnthropicMessage, CountTokensRequest, MessagesRequest, OutputConfig
 from pelton_plugins.server.protocol import ChatCompletionRequest, JsonSchemaFormat, Message, ResponseFormat
 from pelton_plugins.server.rules import check_offered
-from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool, ToolChoice
+from pelton_plugins.server.tools import FunctionDefinition, Tool, ToolChoice, ToolSelection
 
 
 def as_chat(request: CountTokensRequest) -> ChatCompletionRequest:
@@ -76,7 +76,7 @@ def _choice(request: CountTokensRequest) -> ToolChoice | None:
     if choice.type == "tool":
         if choice.name is None:
             raise RequestError("tool_choice of type tool needs a name", param="tool_choice.name")
-        return NamedTool(function=FunctionName(name=choice.name))
+        return ToolSelection.of_function(choice.name)
     if choice.type == "any":
         return "required"
     return choice.type if request.tools else None

@@ -98,6 +98,11 @@ def check_headers(scope: Scope) -> bytes:
             found = found or value
         elif name == b"endpoint-load-metrics-format":
             load = value
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise RequestError(
+                f"Content-Encoding is {value.decode('latin-1')[:MAX_INPUT_CHARS]!r}; send the body as it is, without one.",
+                param="Content-Encoding",
+            )
         elif name == b"x-data-parallel-rank":
             raise RequestError(
                 "X-data-parallel-rank is not offered: the engine is chosen by load, or with --data-parallel-routing prefix by "

@@ -46,7 +46,7 @@ async def prepare_chat(exchange: Exchange, request: ChatCompletionRequest) -> Ch
     state = exchange.state
     llm = state.generating_engine()
     exchange.lora_request = await state.adapter_of(request.model)
-    check_chat(request, trust_template=state.config.trust_request_chat_template)
+    offer = check_chat(request, trust_template=state.config.trust_request_chat_template)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     params = sampling_params(
         beam_request(request),
@@ -55,11 +55,11 @@ async def prepare_chat(exchange: Exchange, request: ChatCompletionRequest) -> Ch
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     check_fan_out(1, params.n)
-    rendered = await render(llm, request, with_specials=exchange.state.config.special_tokens_in_messages)
+    rendered = await render(llm, request, offer.tools, with_specials=state.config.special_tokens_in_messages)
     prompt = truncate(llm, request, rendered, max_tokens)
     check_length(llm, prompt, max_tokens)
     assert state.parsers is not None
-    reading, params = read_chat(state.parsers, llm, request, params, rendered.text)
+    reading, params = read_chat(state.parsers, llm, request, offer, params, rendered.text)
     return ChatRun(llm=llm, request=request, params=params, prompt=prompt, reading=reading)
 
 

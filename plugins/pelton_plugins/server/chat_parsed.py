@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from pelton.outputs import CompletionOutput
-from pelton.parsing.interface import Arguments, Content, Event, Reasoning, ToolCall
+from pelton.parsing.interface import Content, Event, Reasoning, ToolCall
 from pelton_plugins.server.chat import ChatAnswer, _plain
+from pelton_plugins.server.chat_calls import CustomCall, Input
 from pelton_plugins.server.chat_reading import ChatReading, ChoiceReader
 from pelton_plugins.server.generation import Ready
 from pelton_plugins.server.protocol import ChatChoice, ChatMessage
@@ -49,13 +50,9 @@ class ParsedChatAnswer(ChatAnswer):
             elif isinstance(event, Reasoning):
                 message.reasoning = message.reasoning_content = (message.reasoning or "") + event.text
             elif isinstance(event, ToolCall):
-                function = {"name": event.name, "arguments": ""}
-                message.tool_calls = [
-                    *message.tool_calls,
-                    {"id": event.call_id, "type": "function", "function": function},
-                ]
+                message.tool_calls = [*message.tool_calls, _begun(event)]
             else:
-                message.tool_calls[-1]["function"]["arguments"] += event.text
+                _add_text(message.tool_calls[-1], event.text)
         self._count_reasoning(reader)
         message.content = content or (None if message.tool_calls or message.reasoning else "")
         found = super()._choice(choice)
@@ -108,11 +105,12 @@ class ParsedChatAnswer(ChatAnswer):
                 found.append({"reasoning": event.text, "reasoning_content": event.text})
             elif isinstance(event, ToolCall):
                 position += 1
-                function = {"name": event.name, "arguments": ""}
-                call = {"index": position, "id": event.call_id, "type": "function", "function": function}
-                found.append({"tool_calls": [call]})
+                found.append({"tool_calls": [{"index": position, **_begun(event)}]})
+            elif found and "tool_calls" in found[-1]:
+                _add_text(found[-1]["tool_calls"][-1], event.text)
             else:
-                _add_arguments(found, position, event)
+                kind, name = ("custom", "input") if isinstance(event, Input) else ("function", "arguments")
+                found.append({"tool_calls": [{"index": position, kind: {name: event.text}}]})
         return found
 
     def _chunk(self, index: int, delta: dict[str, Any], tokens: list[CompletionOutput]) -> bytes:
@@ -143,9 +141,15 @@ def _plain_part(index: int, event: Event) -> bytes:
 _REASONING = b'{"index":%d,"delta":{"reasoning":%b,"reasoning_content":%b},"logprobs":null,"finish_reason":null}'
 
 
-def _add_arguments(found: list[dict[str, Any]], position: int, event: Arguments) -> None:
-    last = found[-1].get("tool_calls") if found else None
-    if last is None:
-        found.append({"tool_calls": [{"index": position, "function": {"arguments": event.text}}]})
+def _begun(event: ToolCall) -> dict[str, Any]:
+    """A call without its arguments or its input."""
+    if isinstance(event, CustomCall):
+        return {"id": event.call_id, "type": "custom", "custom": {"name": event.name, "input": ""}}
+    return {"id": event.call_id, "type": "function", "function": {"name": event.name, "arguments": ""}}
+
+
+def _add_text(call: dict[str, Any], text: str) -> None:
+    if "custom" in call:
+        call["custom"]["input"] += text
     else:
-        last[-1]["function"]["arguments"] += event.text
+        call["function"]["arguments"] += text

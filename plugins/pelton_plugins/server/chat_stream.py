@@ -28,10 +28,7 @@ async def chat_steps(exchange: Exchange, run: ChatRun, counts: Counts, response_
     """Steps of the one choice; `counts` adds up. Closing it aborts what still runs."""
     exchange.counts = counts
     exchange.mark("prepared")
-    reading = run.reading or ChatReading(
-        plan=None, hidden=None, named=None, is_parallel=True, with_reasoning=True, may_call=False
-    )
-    reader = reading.choice()
+    reader = (run.reading or ChatReading()).choice()
     adapter, tenant = exchange.lora_request, exchange.tenant
     found = generate(run.llm, [run.prompt], run.params, run.request, response_id, adapter, tenant=tenant)
     async with contextlib.aclosing(found) as outputs:

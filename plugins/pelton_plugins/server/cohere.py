@@ -27,6 +27,7 @@ from pelton_plugins.server.pooling import as_base64, embeddings_of
 from pelton_plugins.server.pooling_protocol import EmbeddingRequest
 from pelton_plugins.server.protocol import ChatCompletionRequest, Message, ResponseFormat
 from pelton_plugins.server.rules import check_offered
+from pelton_plugins.server.tools import Tool
 
 FINISH_REASONS = {"stop": "COMPLETE", "length": "MAX_TOKENS", "tool_calls": "TOOL_CALL", "abort": "ERROR"}
 
@@ -59,14 +60,13 @@ def as_chat(request: CohereChatRequest) -> ChatCompletionRequest:
         if wanted.json_schema is not None:
             shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.json_schema}}  # type: ignore[dict-item]
         found["response_format"] = msgspec.convert(shape, ResponseFormat)
-    if request.tool_choice is not None and request.tools:
+    if request.tool_choice is not None:
         found["tool_choice"] = request.tool_choice.lower()
-    tools = request.tools
+    tools = None if request.tools is None else [Tool(function=tool.function) for tool in request.tools]
     if tools and request.strict_tools:
-        tools = [
-            msgspec.structs.replace(tool, function=msgspec.structs.replace(tool.function, strict=True))
-            for tool in tools
-        ]
+        for tool in tools:
+            assert tool.function is not None
+            tool.function = msgspec.structs.replace(tool.function, strict=True)
     return ChatCompletionRequest(
         messages=messages, model=request.model, stream=request.stream, max_completion_tokens=request.max_tokens,
         temperature=request.temperature, top_p=request.p, top_k=request.k, seed=request.seed, stop=request.stop_sequences,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from pelton_plugins.server.protocol import ContentPart
-from pelton_plugins.server.tools import Tool
+from pelton_plugins.server.tools import FunctionDefinition
 
 
 class CohereMessage(msgspec.Struct, kw_only=True):
@@ -23,6 +23,11 @@ class CohereFormat(msgspec.Struct, kw_only=True):
     json_schema: dict[str, Any] | None = None
 
 
+class CohereTool(msgspec.Struct, kw_only=True):
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
 class CohereChatRequest(msgspec.Struct, kw_only=True):
     messages: list[CohereMessage]
     model: str | None = None
@@ -35,7 +40,7 @@ class CohereChatRequest(msgspec.Struct, kw_only=True):
     stop_sequences: list[str] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    tools: list[Tool] | None = None
+    tools: list[CohereTool] | None = None
     tool_choice: Literal["REQUIRED", "NONE"] | None = None
     strict_tools: bool | None = None
     response_format: CohereFormat | None = None

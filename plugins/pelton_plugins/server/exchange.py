@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from litestar.types import Receive, Scope, Send
 
-from pelton.errors import RequestError
+from pelton.errors import DeadlineExceededError, RequestError
 from pelton.lora.request import LoRARequest
 from pelton_plugins.server.body import check_headers, decode, read_body
 from pelton_plugins.server.errors import ClientDisconnected, ErrorResponse, describe
 from pelton_plugins.server.generation import Counts
 from pelton_plugins.server.load_header import load_header
-from pelton_plugins.server.params import in_sent_names
 from pelton_plugins.server.request_log import log_request
+from pelton_plugins.server.sent_names import in_sent_names
 from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.tracing import RequestTrace, request_attributes
 from pelton_plugins.server.wire import Direct
@@ -35,6 +35,9 @@ SSE_HEADERS = [
 ]
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+NO_RETRY = (b"x-should-retry", b"false")
+"""Heeded by OpenAI's and Anthropic's clients, which would else run a request again whose own time was up."""
 
 LARGE_BODY_BYTES = 2**20
 
@@ -190,16 +193,17 @@ class Exchange:
             if self._is_streaming:
                 await self.finish(self.stream_error(body))
             else:
-                await self.answer(self.whole_error(body), body.error.code)
+                more = [NO_RETRY] if isinstance(error, DeadlineExceededError) else []
+                await self.answer(self.whole_error(body), body.error.code, more)
 
     # Writing
 
-    async def answer(self, body: bytes, status: int = 200) -> None:
-        """The whole answer, JSON."""
+    async def answer(self, body: bytes, status: int = 200, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        """The whole answer, JSON. more: headers."""
         assert self._send is not None and not self._is_streaming
         self._is_answered = True
         self.mark("first_byte")
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *more]
         if self._load_form and (load := await load_header(self.state, self._load_form)) is not None:
             headers.append(load)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,8 +12,8 @@ from pelton.errors import RequestError
 from pelton.sampling_params import MODEL_DEFAULTS, RequestOutputKind, SamplingParams
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest, TokenizeRequest
 from pelton_plugins.server.rules import check_rules
-from pelton_plugins.server.structured_outputs import constraint_field, structured_outputs
-from pelton_plugins.server.tools import check_tools
+from pelton_plugins.server.structured_outputs import structured_outputs
+from pelton_plugins.server.tools import Offer, check_tools
 
 SAME_NAME = tuple(
     name
@@ -92,30 +91,6 @@ def _json_size(name: str, value: dict[str, Any]) -> int:
         raise RequestError(f"{name} is nested too deeply", param=name) from None
 
 
-def sent_names(request: msgspec.Struct) -> dict[str, str]:
-    """Return the names that differ between engine and request: from the engine's name to the field that the client sent."""
-    if not isinstance(request, GenerateRequest):
-        return {}
-    names: list[tuple[str, str, bool]] = [
-        ("extra_args", "vllm_xargs", True),
-        ("structured_outputs", constraint_field(request) or "tools", request.structured_outputs is None),
-    ]
-    if isinstance(request, ChatCompletionRequest):
-        names += [("logprobs", "top_logprobs", True), ("max_tokens", "max_completion_tokens", True)]
-    else:
-        names += [("prompt_logprobs", "logprobs", request.prompt_logprobs is None)]  # with echo
-    return {name: field for name, field, is_sent in names if is_sent and getattr(request, field, None) is not None}
-
-
-def in_sent_names(message: str, param: str | None, request: msgspec.Struct) -> tuple[str, str | None]:
-    """An error's text and field with the names of `sent_names`."""
-    names = sent_names(request)
-    for name, field in names.items():
-        if name == param or name == "max_tokens":  # which errors of other fields and of the prompt's length mention
-            message = re.sub(rf"\b{name}\b", field, message)
-    return message, names.get(param or "", param)
-
-
 NOT_WITH_EMBEDS = ("echo", "prompt_logprobs", "truncate_prompt_tokens", "use_beam_search")
 """They are of a prompt's tokens, which are not known."""
 
@@ -138,7 +113,8 @@ def check_completion(request: CompletionRequest) -> None:
         raise RequestError("max_tokens must be at least 1 without echo", param="max_tokens", value=0)
 
 
-def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> None:
+def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> Offer:
+    """Return the tools that the model may call."""
     check_common(request)
     if not request.messages:
         raise RequestError("messages is empty; send at least one message.", param="messages")
@@ -156,8 +132,9 @@ def check_chat(request: ChatCompletionRequest, *, trust_template: bool) -> None:
             param="max_completion_tokens",
             value=request.max_completion_tokens,
         )
-    check_tools(request.tools, request.tool_choice)
+    offer = check_tools(request.tools, request.tool_choice)
     check_template(request, trust_template=trust_template)
+    return offer
 
 
 RESERVED_TEMPLATE_NAMES = frozenset(

@@ -176,11 +176,12 @@ class AnswerReader:
 
 
 class NamedReader:
-    """An answer whose content is the arguments of one call, as `tool_choice` forces it."""
+    """An answer whose content is the arguments of one call, as `tool_choice` forces it. reads_input: of a tool that takes a text."""
 
-    def __init__(self, name: str, inner: AnswerReader | None) -> None:
+    def __init__(self, name: str, inner: AnswerReader | None, *, reads_input: bool = False) -> None:
         self._name = name
         self._inner = inner
+        self._reads_input = reads_input
         self._has_begun = False
 
     def feed(self, text: str) -> list[Event]:
@@ -189,7 +190,7 @@ class NamedReader:
     def finish(self) -> list[Event]:
         found = self._as_arguments([] if self._inner is None else self._inner.finish())
         if not self._has_begun:
-            found += [ToolCall(self._name), Arguments("{}")]
+            found += [ToolCall(self._name), *([] if self._reads_input else [Arguments("{}")])]
         return found
 
     def _as_arguments(self, events: Iterable[Event]) -> list[Event]:

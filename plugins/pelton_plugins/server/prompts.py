@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +13,7 @@ from pelton.engine.input_processor import read_prompt_embeds
 from pelton.errors import ConfigError, NotSupportedError, RequestError
 from pelton.messages.request import TensorData
 from pelton.sampling_params import SamplingParams
+from pelton_plugins.server.custom_tools import call_of_function
 from pelton_plugins.server.embeds_body import decode_embeds
 from pelton_plugins.server.literal_text import mark as mark_specials
 from pelton_plugins.server.protocol import (
@@ -22,7 +23,7 @@ from pelton_plugins.server.protocol import (
     Message,
     TokenizeRequest,
 )
-from pelton_plugins.server.tools import template_tools
+from pelton_plugins.server.tools import Tool, template_tools
 
 if TYPE_CHECKING:
     from pelton.sdk.async_llm import AsyncLLM
@@ -195,9 +196,14 @@ def _embeds(text: str, field: str, hidden_size: int) -> TensorData:
 
 
 async def render(
-    llm: AsyncLLM | Any, request: ChatCompletionRequest | TokenizeRequest, *, with_specials: bool = False
+    llm: AsyncLLM | Any,
+    request: ChatCompletionRequest | TokenizeRequest,
+    tools: Sequence[Tool] = (),
+    *,
+    with_specials: bool = False,
 ) -> Prompt:
-    """Messages to a prompt, by the chat template. with_specials: users and tools may write special tokens."""
+    """Messages to a prompt, by the chat template. tools: those that the model is shown. with_specials: users and tools may write special
+    tokens."""
     keep_open = bool(request.continue_final_message)
     add_prompt = not keep_open if request.add_generation_prompt is None else request.add_generation_prompt
     options: dict[str, Any] = {
@@ -211,8 +217,7 @@ async def render(
         options["documents"] = request.documents
     if isinstance(request, ChatCompletionRequest) and request.reasoning_effort is not None:
         options["chat_template_kwargs"].setdefault("reasoning_effort", request.reasoning_effort)
-    tools = getattr(request, "tools", None)
-    if tools and getattr(request, "tool_choice", None) != "none":
+    if tools:
         options["tools"] = template_tools(tools)
     messages = plain_messages(request.messages or ())
     mark = None if with_specials or llm.tokenizer is None else mark_specials(messages, llm.tokenizer)
@@ -247,7 +252,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 ("role", message.role),
                 ("content", content_text(message, index)),
                 ("name", message.name),
-                ("tool_calls", message.tool_calls),
+                ("tool_calls", _calls(message, index)),
                 ("tool_call_id", message.tool_call_id),
                 ("reasoning", message.reasoning or message.reasoning_content),
                 ("reasoning_content", message.reasoning_content or message.reasoning),
@@ -256,6 +261,13 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         }
         for index, message in enumerate(messages)
     ]
+
+
+def _calls(message: Message, index: int) -> list[Mapping[str, Any]] | None:
+    if message.tool_calls is None:
+        return None
+    place = f"messages[{index}].tool_calls"
+    return [call_of_function(call, f"{place}[{number}]") for number, call in enumerate(message.tool_calls)]
 
 
 def content_text(message: Message, index: int) -> str:

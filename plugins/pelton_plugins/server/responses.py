@@ -20,10 +20,12 @@ from pelton_plugins.server.errors import ErrorResponse, describe
 from pelton_plugins.server.exchange import Exchange
 from pelton_plugins.server.generation import Counts
 from pelton_plugins.server.logprobs import TokenWriter, chat_logprobs
+from pelton_plugins.server.params import check_chat
+from pelton_plugins.server.prompts import render
 from pelton_plugins.server.protocol import ChatCompletionRequest
 from pelton_plugins.server.responses_events import ResponseBuilder
 from pelton_plugins.server.responses_input import as_chat, input_items
-from pelton_plugins.server.responses_protocol import DeletedResponse, ResponsesRequest
+from pelton_plugins.server.responses_protocol import DeletedResponse, InputItems, InputTokens, ResponsesRequest
 from pelton_plugins.server.state import ServerState
 
 
@@ -187,10 +189,47 @@ def frame(event: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
+async def count_input_tokens(exchange: Exchange, request: ResponsesRequest) -> None:
+    state = exchange.state
+    llm = state.generating_engine()
+    state.check_model(request.model)
+    chat = await chat_of(exchange, request)
+    offer = check_chat(chat, trust_template=False)
+    prompt = await render(llm, chat, offer.tools, with_specials=state.config.special_tokens_in_messages)
+    await exchange.answer(msgspec.json.encode(InputTokens(input_tokens=len(prompt.token_ids))))
+
+
+MAX_LISTED = 100  # items of one page
+
+
+async def list_input_items(
+    state: ServerState, response_id: str, *, limit: int, order: str, after: str | None
+) -> InputItems:
+    """Return items that a response was asked with, in pages as OpenAI's client reads them. Raises `RequestError`."""
+    if not 1 <= limit <= MAX_LISTED:
+        raise RequestError(f"limit must be from 1 to {MAX_LISTED}", param="limit", value=limit)
+    if order not in ("asc", "desc"):
+        raise RequestError('order must be "asc" or "desc"', param="order", value=order[:20])
+    given = msgspec.json.decode(await act(state, "input_items", response_id))
+    items = [{**item, "id": item.get("id") or f"item_{index}"} for index, item in enumerate(given)]
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise RequestError("after names no item of this response", param="after", value=after[:100])
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    ids = [item["id"] for item in page]
+    return InputItems(
+        data=page, has_more=len(items) > limit, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None
+    )
+
+
 async def act(state: ServerState, action: str, response_id: str, param: str | None = None) -> bytes:
     """Do something with a response, whichever process keeps it; returns JSON. Raises `RequestError`.
 
-    action: get, delete, cancel, or items: of the conversation up to and with the answer.
+    action: get, delete, cancel, input_items: what it was asked with, or items: of the conversation up to and with the answer.
     """
     keeper = _KEEPER.match(response_id)
     if state.ask_kept is None or keeper is None or int(keeper[1]) == state.index:
@@ -214,6 +253,8 @@ async def act_here(state: ServerState, action: str, response_id: str, param: str
         found = DeletedResponse(id=response_id)
     elif action == "items":
         found = [*stored.items, *stored.builder.output]
+    elif action == "input_items":
+        found = stored.items
     else:
         if action == "cancel":
             await _cancel(stored)

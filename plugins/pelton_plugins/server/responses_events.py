@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pelton.parsing.interface import Arguments, Content, Event, Reasoning, ToolCall
+from pelton_plugins.server.chat_calls import CustomCall, Input
 from pelton_plugins.server.protocol import ChatLogprobs, Usage
 from pelton_plugins.server.responses_protocol import ResponsesRequest
 
@@ -49,8 +50,9 @@ class ResponseBuilder:
                 found += self._reasoning(event.text)
             elif isinstance(event, ToolCall):
                 found += self.close()
-                item = _item("fc", type="function_call", call_id=event.call_id, name=event.name, arguments="")
-                found += self._add("function_call", item)
+                kind = "custom_tool_call" if isinstance(event, CustomCall) else "function_call"
+                prefix, text = ("ctc", "input") if isinstance(event, CustomCall) else ("fc", "arguments")
+                found += self._add(kind, _item(prefix, type=kind, call_id=event.call_id, name=event.name, **{text: ""}))
             else:
                 found += self._arguments(event)
         return found
@@ -119,8 +121,9 @@ class ResponseBuilder:
         return found
 
     def _arguments(self, event: Arguments) -> list[dict[str, Any]]:
-        self.output[-1]["arguments"] += event.text
-        return [self.event("response.function_call_arguments.delta", **self._at(), delta=event.text)]
+        kind, name = ("custom_tool_call", "input") if isinstance(event, Input) else ("function_call", "arguments")
+        self.output[-1][name] += event.text
+        return [self.event(f"response.{kind}_{name}.delta", **self._at(), delta=event.text)]
 
     def close(self, *, is_whole: bool = True) -> list[dict[str, Any]]:
         """End the item that grows, if one does."""
@@ -138,6 +141,8 @@ class ResponseBuilder:
                     arguments=item["arguments"],
                 )
             )
+        elif kind == "custom_tool_call":
+            found.append(self.event("response.custom_tool_call_input.done", **self._at(), input=item["input"]))
         else:
             part = item["content"][0]
             where = {**self._at(), "content_index": 0, "text": part["text"]}
@@ -167,6 +172,14 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
+def _choice(request: ResponsesRequest) -> Any:
+    """As it was sent."""
+    choice = request.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice or "auto"
+    return {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None}
+
+
 def _outline(response_id: str, model: str, request: ResponsesRequest, *, is_stored: bool) -> dict[str, Any]:
     """A response before its first token: mostly what was asked for."""
     text = request.text
@@ -194,7 +207,7 @@ def _outline(response_id: str, model: str, request: ResponsesRequest, *, is_stor
         "text": {
             "format": {"type": "text"} if text is None or text.format is None else msgspec.to_builtins(text.format)
         },
-        "tool_choice": "auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
+        "tool_choice": _choice(request),
         "tools": tools,
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,

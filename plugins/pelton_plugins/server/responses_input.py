@@ -9,10 +9,25 @@ import msgspec
 
 from pelton import limits
 from pelton.errors import RequestError
+from pelton_plugins.server.custom_tools import (
+    ARGUMENT,
+    CustomDefinition,
+    CustomFormat,
+    GrammarDefinition,
+    arguments_of,
+)
 from pelton_plugins.server.protocol import ChatCompletionRequest, JsonSchemaFormat, Message, ResponseFormat
-from pelton_plugins.server.responses_protocol import ResponsesNamedTool, ResponsesRequest
+from pelton_plugins.server.responses_protocol import ResponsesCustomTool, ResponsesRequest
 from pelton_plugins.server.rules import check_offered
-from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool
+from pelton_plugins.server.tools import (
+    AllowedTools,
+    FunctionDefinition,
+    Tool,
+    ToolChoice,
+    ToolName,
+    ToolReference,
+    ToolSelection,
+)
 
 INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 SAME_NAME = (
@@ -61,21 +76,44 @@ def input_items(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _tools(request: ResponsesRequest) -> list[Tool]:
     return [
-        Tool(
+        Tool(type="custom", custom=_custom(tool, f"tools[{index}].format"))
+        if isinstance(tool, ResponsesCustomTool)
+        else Tool(
             function=FunctionDefinition(
                 name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
             )
         )
-        for tool in request.tools or ()
+        for index, tool in enumerate(request.tools or ())
     ]
 
 
-def _choice(request: ResponsesRequest) -> Any:
-    if not request.tools and request.tool_choice in ("auto", "none"):
-        return None
-    if isinstance(request.tool_choice, ResponsesNamedTool):
-        return NamedTool(function=FunctionName(name=request.tool_choice.name))
-    return request.tool_choice
+def _custom(tool: ResponsesCustomTool, place: str) -> CustomDefinition:
+    given = tool.format
+    if given is None or given.type == "text":
+        return CustomDefinition(name=tool.name, description=tool.description)
+    if given.syntax is None or given.definition is None:
+        raise RequestError("a format of type grammar needs a syntax and a definition", param=place)
+    grammar = GrammarDefinition(syntax=given.syntax, definition=given.definition)
+    made = CustomFormat(type="grammar", grammar=grammar)
+    return CustomDefinition(name=tool.name, description=tool.description, format=made)
+
+
+def _choice(request: ResponsesRequest) -> ToolChoice | None:
+    choice = request.tool_choice
+    if choice is None or isinstance(choice, str):
+        return None if not request.tools and choice != "required" else choice
+    if choice.type == "allowed_tools":
+        if choice.mode is None or not choice.tools:
+            raise RequestError(
+                "tool_choice of type allowed_tools needs a mode and at least one tool",
+                param=f"tool_choice.{'mode' if choice.mode is None else 'tools'}",
+            )
+        tools = [ToolReference(type=one.type, **{one.type: ToolName(name=one.name)}) for one in choice.tools or ()]
+        return ToolSelection(type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=tools))
+    if choice.name is None:
+        raise RequestError(f"tool_choice of type {choice.type} needs a name", param="tool_choice.name")
+    name = ToolName(name=choice.name)
+    return ToolSelection(type=choice.type, **{choice.type: name})  # type: ignore[arg-type]
 
 
 def _format(request: ResponsesRequest) -> ResponseFormat | None:
@@ -105,13 +143,15 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Message]:
                 part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
             )
             found.append(Message(role="assistant", reasoning=text))
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             if not _is_open(found):
                 found.append(Message(role="assistant"))
-            function = {"name": _text(item, "name", place), "arguments": _text(item, "arguments", place)}
+            is_custom = kind == "custom_tool_call"
+            arguments = arguments_of(_text(item, ARGUMENT, place)) if is_custom else _text(item, "arguments", place)
+            function = {"name": _text(item, "name", place), "arguments": arguments}
             call = {"id": _text(item, "call_id", place), "type": "function", "function": function}
             found[-1].tool_calls = [*(found[-1].tool_calls or ()), call]
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             output = item.get("output")
             content = output if isinstance(output, str) else _parts(output, f"{place}.output")
             found.append(Message(role="tool", tool_call_id=_text(item, "call_id", place), content=content))

@@ -9,19 +9,41 @@ import msgspec
 from pelton_plugins.server.protocol import NOT_EMPTY
 
 
-class ResponsesFunction(msgspec.Struct, kw_only=True):
+class ResponsesFunction(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     """A tool, flat: unlike in chat completions its name stands beside its type."""
 
-    type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ResponsesNamedTool(msgspec.Struct, kw_only=True):
+class ResponsesCustomFormat(msgspec.Struct, kw_only=True):
+    type: Literal["text", "grammar"] = "text"
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class ResponsesCustomTool(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
+    """A tool that takes a text."""
+
     name: str
-    type: Literal["function"] = "function"
+    description: str | None = None
+    format: ResponsesCustomFormat | None = None
+
+
+class ResponsesToolReference(msgspec.Struct, kw_only=True):
+    name: str
+    type: Literal["function", "custom"] = "function"
+
+
+class ResponsesToolSelection(msgspec.Struct, kw_only=True):
+    """One tool that has to be called, by its `name`; or, of type `allowed_tools`, some of the tools."""
+
+    type: Literal["function", "custom", "allowed_tools"] = "function"
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ResponsesToolReference] | None = None
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -57,8 +79,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
-    tools: list[ResponsesFunction] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponsesNamedTool | None = None
+    tools: list[ResponsesFunction | ResponsesCustomTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolSelection | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     text: TextOptions | None = None
@@ -125,3 +147,16 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class InputItems(msgspec.Struct, kw_only=True):
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"

@@ -48,8 +48,13 @@ def _response_format(request: GenerateRequest) -> StructuredOutputsParams:
         }
         return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", **tag}))
     if asked.json_schema is None or asked.json_schema.schema is None:
-        raise RequestError("response_format json_schema needs json_schema.schema.", param="response_format.json_schema")
+        raise RequestError("A format of type json_schema needs a schema.", param="response_format.json_schema")
     return StructuredOutputsParams(json=asked.json_schema.schema)
+
+
+def is_json_format(request: GenerateRequest) -> bool:
+    """Return whether `response_format` asks for JSON."""
+    return request.response_format is not None and request.response_format.type in ("json_object", "json_schema")
 
 
 def constraint_field(request: msgspec.Struct) -> str:

@@ -15,6 +15,8 @@ MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 STALL_TIMEOUT_S = 60.0  # a client that reads nothing of an answer for so long is cut off
 HEAD_TIMEOUT_S = 30.0  # from the connection, or the first byte of a later request, to the end of its headers
 
+MAX_SENT_AHEAD = 4  # requests that are read behind one that is being answered: their bodies wait in memory
+
 
 class Direct:
     """Writes parts of an answer that has begun straight to its connection: a stream's hot path.
@@ -76,6 +78,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # of packets that the head did not begin in
         self._header_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []  # that are not answered: one, and those that a client sent ahead
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -85,6 +88,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stalls.end()
+        for cycle in self._cycles:  # uvicorn tells the last of them alone
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        self._cycles.clear()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -137,6 +145,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.cycle is not None:
+            self._cycles = [*(one for one in self._cycles if not one.response_complete), self.cycle]
+            if 0 < len(self.pipeline) <= MAX_SENT_AHEAD:  # who does not read does not see a client go
+                self.flow.resume_reading()
             self.scope["pelton_direct"] = Direct(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def send_400_response(self, msg: str) -> None:

@@ -20,6 +20,8 @@ BYTE = r"(?-u:[\x00-\xFE])"
 ANY = f"{BYTE}*"
 """Any bytes but the one with which llguidance writes a special token."""
 _SPACE = r"[ \t\r\n]*"
+_SPACES = r"([ \t\r\n]{1,8})"
+"""Few: models that are unsure go on with space."""
 _SPECIAL_BYTE = 0xFF
 _MAX_CHARS = 256
 
@@ -113,25 +115,45 @@ class _Trigger:
 def guarded(builder: Builder, part: Mapping[str, Any], where: str, depth: int) -> str:
     """Free text; behind each of `triggers` (a `text`, or a `pattern` at the beginning of a line with the `beginning`s of it) comes its
     `content`. repeats: more than once. excludes: patterns, with their beginnings, that free text does not have. thought: what opens and
-    what closes a text at the answer's beginning in which nothing is a trigger."""
+    what closes a text at the answer's beginning in which nothing is a trigger. instead: a part that stands in place of all free text:
+    an answer is that, or calls behind triggers that are texts."""
     free, stops = FreeText(builder), _Stops()
+    instead, thought = part.get("instead"), part.get("thought")
     triggers = []
     for index, one in enumerate(part["triggers"]):
+        if instead is not None and "text" not in one:
+            continue  # the lexer would read the beginning of a pattern over what else may stand there
         content = builder.rule(builder.part(one["content"], f"{where}.triggers[{index}].content", depth + 1))
         if "text" in one:
             stops.add_text(one["text"])
         else:
             stops.add_pattern(one["pattern"], one["beginning"])
         triggers.append(_Trigger(stops.wholes[-1], one.get("text", ""), content))
+    if instead is not None:
+        call = builder.rule(" | ".join(f"{_at_once(builder, one.text)} {one.content}" for one in triggers))
+        calls = f"{call}+ /{_SPACES}/?" if part["repeats"] else f"{call} /{_SPACES}/?"
+        answer = builder.rule(f"{builder.part(instead, f'{where}.instead', depth + 1)} | {calls}")
+        if thought is None:
+            return answer
+        return builder.rule(f"{answer} | {_thought(builder, free, thought, f'/{_SPACES}/? {answer}')}")
     for one in part.get("excludes", ()):
         stops.add_pattern(one["pattern"], one["beginning"])
-    thought = part.get("thought")
     if thought is None:
         return builder.rule(_Guarded(builder, free, stops, triggers, ()).whole(repeats=part["repeats"]))
     behind = builder.rule(_Guarded(builder, free, stops, triggers, ()).whole(repeats=part["repeats"]))
     first = _Guarded(builder, free, stops, triggers, thought["begins"])
     answer = first.whole(repeats=part["repeats"])
     return builder.rule(f"{answer} | {_thought(builder, free, thought, behind)}")
+
+
+def _at_once(builder: Builder, text: str) -> str:
+    """A trigger with nothing but space before it: in one lexeme, as what opens a thought may begin in the same way."""
+    found = builder.first_special(text)
+    if found is None:
+        return f"/{_SPACES}?{quoted_regex(text)}/"
+    before, token_id, rest = found
+    head = f"/{_SPACES}?{quoted_regex(before)}/" if before else f"/{_SPACES}/?"
+    return f"{head} <[{token_id}]> {builder.literal(rest) if rest else ''}"
 
 
 class _Guarded:
@@ -256,13 +278,16 @@ def raw_text(builder: Builder, part: Mapping[str, Any], where: str, depth: int) 
     found = builder.first_special(end)
     before = end if found is None else found[0]
     conditions = [f"/(?us:.{size}){quoted_regex(before)}/"]
-    if found is None:
-        conditions.append(f"~/{ANY}{quoted_regex(part.get('marker', end))}{BYTE}{ANY}/")
-    else:
+    if found is not None:
         excludes.append(end)
-    if excludes:
-        conditions.append(f"~/{ANY}{_either(map(quoted_regex, excludes))}{ANY}/")
+    conditions += without_marks(part.get("marker", end) if found is None else "", excludes)
     text = builder.terminal(" & ".join(conditions))
     if found is None:
         return builder.rule(text, suffix="[lazy]")
     return f"{text} <[{found[1]}]> {builder.literal(found[2]) if found[2] else ''}"
+
+
+def without_marks(marker: str, excludes: Sequence[str]) -> list[str]:
+    """Terminals of texts without a marker but at their end, and without others at all."""
+    found = [f"~/{ANY}{quoted_regex(marker)}{BYTE}{ANY}/"] if marker else []
+    return [*found, f"~/{ANY}{_either(map(quoted_regex, excludes))}{ANY}/"] if excludes else found

@@ -7,6 +7,7 @@ What it is given comes from `sources`; JSON schemas are checked and rewritten by
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import weakref
@@ -443,12 +444,19 @@ class LLGuidanceBackend(StructuredOutputBackend):
 
 def refusal(params: StructuredOutputsParams, message: str) -> RequestError:
     """The refusal of what llguidance does not take, with its place where that can be found."""
-    message, kind = _first_line(message), params.kind
-    schemas = [(f"structured_outputs.{kind}", params.json)] if params.json is not None else []
+    kind, of_schema = params.kind, message.partition(_OF_SCHEMA)
+    if of_schema[1]:
+        message = _EXCERPT.split(of_schema[2], maxsplit=1)[0]
+    message = _first_line(message)
+    name, pointer = f"structured_outputs.{kind}", ""
+    schemas = [(name, params.json)] if params.json is not None else []
     if isinstance(params.structural_tag, dict):
-        schemas = [*_named_schemas(params.structural_tag)]
+        schemas = [*_named_parts(params.structural_tag, "json_schema")]
+        grammars = dict(_named_parts(params.structural_tag, "json_text"))
+        if grammars and not of_schema[1]:
+            name = " or ".join(grammars)
     found = ((name, find_blamed(schema, message)) for name, schema in schemas)
-    name, pointer = next(((name, place) for name, place in found if place), (f"structured_outputs.{kind}", ""))
+    name, pointer = next(((name, place) for name, place in found if place), (name, pointer))
     place = f" at {pointer}" if pointer else ""
     is_known = "nimplemented" in message or "not supported" in message
     return RequestError(
@@ -456,13 +464,18 @@ def refusal(params: StructuredOutputsParams, message: str) -> RequestError:
     )
 
 
-def _named_schemas(part: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas in a structural tag that have a name for errors."""
-    if isinstance(part, dict) and part.get("type") == "json_schema" and "name" in part:
+_OF_SCHEMA = "failed to compile JSON schema: "
+_EXCERPT = re.compile(r"\n\s*\d+ \| ")
+"""Lines of a grammar, behind what is wrong with it."""
+
+
+def _named_parts(part: Any, kind: str) -> Iterator[tuple[str, Any]]:
+    """Parts of a structural tag that have a name for errors: a schema's, or what holds one."""
+    if isinstance(part, dict) and part.get("type") == kind and "name" in part:
         yield part["name"], part.get("json_schema")
     elif isinstance(part, (dict, list)):
         for one in part.values() if isinstance(part, dict) else part:
-            yield from _named_schemas(one)
+            yield from _named_parts(one, kind)
 
 
 def _cannot(params: StructuredOutputsParams, why: str) -> RequestError:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pelton.errors import RequestError
-from pelton_plugins.structured_output.guarded_text import guarded, messages, quoted_regex, raw_text
+from pelton_plugins.structured_output.guarded_text import guarded, messages, quoted_regex, raw_text, without_marks
+from pelton_plugins.structured_output.lark_text import START, in_json, in_terminals
 from pelton_plugins.structured_output.vocabulary import Vocabulary
 
 _MAX_PARTS, _MAX_DEPTH = 2000, 64
@@ -156,6 +157,24 @@ class Builder:
             raise _bad(f"{where}.grammar", f"is {text!r}; give a grammar")
         return self._embed({"lark_grammar": self._lark_of(text)})
 
+    def _json_text(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        """A JSON text whose content keeps to a grammar."""
+        name = part.get("name", where)
+        made = in_json(self._lark_of(part["grammar"]), name)
+        return f'"\\"" {self._embed({"lark_grammar": made})} "\\""'
+
+    def _lark_text(self, part: Mapping[str, Any], where: str, depth: int) -> str:
+        """A text that keeps to a grammar up to `end` and over it, without any of `excludes`, and without `marker` but at its end."""
+        terminals = in_terminals(self._lark_of(part["grammar"]), part.get("name", where))
+        found = self.first_special(part["end"])
+        before = part["end"] if found is None else found[0]
+        whole = f"{START} {_quoted(before)}" if before else START
+        conditions = without_marks(part["marker"] if found is None else "", part.get("excludes", ()))
+        lark = f"start{'[lazy]' if found is None else ''}: TEXT\nTEXT: {' & '.join(['WHOLE', *conditions])}\nWHOLE: {whole}\n{terminals}"
+        options = f"%llguidance {json.dumps({'allow_invalid_utf8': True})}\n"
+        text = self._embed({"lark_grammar": options + lark})
+        return text if found is None else f"{text} <[{found[1]}]> {self.literal(found[2]) if found[2] else ''}"
+
     def _embed(self, grammar: dict[str, Any]) -> str:
         name = f"inner_{len(self._grammars)}"
         self._grammars.append({"name": name, **grammar})
@@ -280,6 +299,8 @@ _PARTS: dict[str, Callable[[Builder, Mapping[str, Any], str, int], str]] = {
     "json_schema": Builder._json_schema,
     "regex": Builder._regex,
     "grammar": Builder._grammar,
+    "json_text": Builder._json_text,
+    "lark_text": Builder._lark_text,
     "any_text": Builder._any_text,
     "sequence": Builder._sequence,
     "or": Builder._or,

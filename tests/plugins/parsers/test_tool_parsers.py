@@ -52,6 +52,12 @@ class TestHermes(OutputParserConformance):
             '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
             Content("I look."), *PARIS, *NOW,
         ),
+        # Cut off in a tag, which is no text of the answer; not so where nothing says that it is one.
+        sample('<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>\n<tool', *PARIS),
+        sample('<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>So <tool', *PARIS, Content("So <tool")),
+        sample("<tool", Content("<tool")),
+        sample('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_c', *PARIS),
+        sample('<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</to us', *PARIS, Content("</to us")),
         # vLLM #47901: what follows an empty call was dropped.
         sample(
             '<tool_call>{"name": "get_time"}</tool_call><tool_call>{"arguments": {"city": "Paris"}, '
@@ -188,6 +194,10 @@ class TestQwen3Coder(OutputParserConformance):
             *NOW,
         ),
         # The opening tag is missing, or a closing one; null for what may be null; a number where a text is asked for.
+        *(
+            sample("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n" + cut, *PARIS)
+            for cut in ("</parameter>\n<", "</parameter>\n</func", "</parameter>\n</function>\n</tool_")
+        ),
         sample("<function=get_weather><parameter=city>Paris</parameter></function></tool_call>", *PARIS,
                Content("</tool_call>")),
         sample("<tool_call><function=get_weather><parameter=city>1<parameter=where>null</function></tool_call>",

@@ -27,6 +27,7 @@ SOUND: dict[str, list[dict[str, Any]]] = {
         {"messages": HI, "tools": CALLS, "stream": True, "stream_options": {"include_usage": True}},
     ],
     "/v1/responses": [{"input": "hi", "max_output_tokens": 2}, {"input": [{"role": "user", "content": "hi"}], "stream": True}],
+    "/v1/responses/input_tokens": [{"input": "hi"}],
     "/v1/messages": [{"messages": HI, "max_tokens": 9}, {"messages": HI, "max_tokens": 9, "stream": True}],
     "/v1/messages/count_tokens": [{"messages": HI}],
     "/v1/messages/render": [{"messages": HI, "max_tokens": 9}],
@@ -63,6 +64,7 @@ OF_POOLING = {
 }  # fmt: skip
 WITHOUT_BODY = (
     "GET /v1/models", "GET /v1/models/{name}", "GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}",
+    "GET /v1/responses/{response_id}/input_items",
     "POST /v1/responses/{response_id}/cancel", "POST /reset_prefix_cache", "POST /start_profile", "POST /stop_profile",
     "POST /sleep", "POST /wake_up", "GET /is_sleeping", "GET /tokenizer_info", "GET /health", "GET /ready", "GET /readyz",
     "GET /live", "GET /ping", "POST /ping", "GET /load", "GET /version", "GET /server_info", "GET /metrics", "GET /openapi.json",

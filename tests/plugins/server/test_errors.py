@@ -7,14 +7,18 @@ import re
 
 import msgspec
 import pytest
+from pelton_late_import import LateImport
 
 from pelton import limits
-from pelton.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from pelton.errors import DeadlineExceededError, EngineDeadError, EngineError, QueueFullError, RequestError
+from pelton_plugins.server.anthropic_protocol import MessagesRequest
 from pelton_plugins.server.body import decode
 from pelton_plugins.server.errors import describe, scrub
 from pelton_plugins.server.params import check_common
 from pelton_plugins.server.protocol import ChatCompletionRequest, CompletionRequest
+from pelton_plugins.server.sent_names import in_sent_names
 
+openai = LateImport("openai")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -190,6 +194,66 @@ def test_a_prompt_and_an_answer_that_are_too_long_name_the_field_that_was_sent(s
     check(shared.post(CHAT, body), 400, "BadRequestError", "input_text", "max_completion_tokens asks for 200 more")
 
 
+OTHER_APIS = {
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 2},
+    "/cohere/v2/chat": {"messages": HI, "model": "fake"},
+}
+
+
+@pytest.mark.parametrize(
+    "path, fields, param, expected",
+    [
+        ("/v1/responses", {"max_output_tokens": 7}, "max_tokens", "max_output_tokens"),
+        ("/v1/responses", {"top_logprobs": 7}, "logprobs", "top_logprobs"),
+        ("/v1/responses", {"text": {"format": {"type": "json_object"}}}, "structured_outputs", "text.format"),
+        ("/v1/responses", {}, "structured_outputs", "tools"),
+        ("/v1/responses", {}, "response_format.json_schema", "text.format.schema"),
+        ("/v1/responses", {}, "tools[3].custom.format.grammar", "tools[3].format.grammar"),
+        ("/v1/responses", {}, "messages[2].content", "input"),
+        ("/v1/messages", {"stop_sequences": ["x"]}, "stop", "stop_sequences"),
+        ("/cohere/v2/chat", {"p": 0.5}, "top_p", "p"),
+        ("/cohere/v2/chat", {"response_format": {"type": "json_object"}}, "structured_outputs", "response_format"),
+    ],
+)
+def test_errors_of_other_apis_name_the_field_that_was_sent(start, path, fields, param, expected):
+    server = start()
+    server.llm.fail_before = RequestError(f"{param} is bad", param=param, value=7)
+    reply = server.post(path, {**OTHER_APIS[path], **fields})
+    assert reply.status_code == 400
+    if path == "/v1/responses":
+        assert reply.json()["error"]["param"] == expected
+        if "[" not in param and "." not in param:
+            assert reply.json()["error"]["message"] == f"{expected} is bad (parameter={expected}, value=7)"
+    else:
+        assert f"{expected} is bad (parameter={expected}, value=7)" in reply.text
+
+
+def test_a_bad_tool_of_anthropics_api_is_named_by_its_fields(shared):
+    tool = {"name": "f", "input_schema": {"a": "x" * limits.MAX_TOOL_BYTES}}
+    request = MessagesRequest(messages=[], max_tokens=1, tools=[])
+    assert in_sent_names("", "tools[0].function.parameters", request) == ("", "tools[0].input_schema")
+    assert in_sent_names("", "tools[0].function.name", request) == ("", "tools[0].name")
+    assert shared.post("/v1/messages", {**OTHER_APIS["/v1/messages"], "tools": [tool]}).status_code == 400
+
+
+def test_clients_do_not_repeat_a_request_whose_own_time_was_up(start):
+    server = start()
+    server.llm.fail_before = DeadlineExceededError("The request's time limit of 1 s passed.")
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    with pytest.raises(openai.APIStatusError) as failed:
+        client.chat.completions.create(model="fake", messages=HI)
+    assert failed.value.status_code == 408
+    assert client.models.list().data and server.wait_for(lambda: not server.llm.running)
+    shown = server.client.get("/metrics").text
+    assert re.search(r'http_requests_total\{handler="/v1/chat/completions".*\} 1\.0', shown)
+
+
+def test_a_choice_without_tools_is_refused_in_coheres_api_too(shared):
+    reply = shared.post("/cohere/v2/chat", {**OTHER_APIS["/cohere/v2/chat"], "tool_choice": "REQUIRED"})
+    assert reply.status_code == 400 and "tool_choice needs tools" in reply.json()["message"]
+
+
 def test_deep_vllm_xargs_are_no_server_error(shared):
     for depth in range(960, 1001):  # about where it decodes, and does not encode
         deep = b'{"a":' * depth + b"1" + b"}" * depth
@@ -264,6 +328,15 @@ def test_other_content_types(shared, content_type):
     headers = {"Content-Type": content_type} if content_type else {}
     reply = shared.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
     check(reply, 400, "BadRequestError", text="application/json")
+
+
+def test_a_body_that_is_encoded_is_refused_by_name(shared):
+    for encoding, status in (("gzip", 400), ("br, gzip", 400), ("identity", 200)):
+        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+        reply = shared.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
+        assert reply.status_code == status
+        if status == 400:
+            check(reply, 400, "BadRequestError", "Content-Encoding", repr(encoding))
 
 
 def test_content_type_may_name_a_charset(shared):

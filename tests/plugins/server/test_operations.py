@@ -137,7 +137,8 @@ def test_openapi_lists_every_route_with_its_structs(shared):
     assert spec["openapi"].startswith("3.1")
     assert set(spec["paths"]) == {
         "/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions", "/v1/responses",
-        "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items",
+        "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens",
         "/tokenize", "/detokenize", "/tokenizer_info", "/health", "/ready", "/live", "/ping", "/load",
         "/version", "/metrics", "/openapi.json", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/embeddings",
         "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/docs", "/invocations",

@@ -98,6 +98,31 @@ def test_what_is_kept_can_be_had_and_forgotten(server, client):
         client.responses.retrieve(unkept.id)
 
 
+def test_what_a_response_was_asked_with_can_be_listed(server, client):
+    server.llm.answer = "Yes."
+    items = [{"role": "user", "content": text} for text in "abc"]
+    found = client.responses.create(model="fake", input=items)
+    assert [item.content for item in client.responses.input_items.list(found.id)] == ["c", "b", "a"]
+    pages = client.responses.input_items.list(found.id, limit=2, order="asc")
+    assert [item.content for item in pages.data] == ["a", "b"] and pages.has_more
+    assert [item.content for item in pages] == ["a", "b", "c"]
+    for more in ({"limit": 0}, {"limit": "x"}, {"order": "x"}, {"after": "nobody"}):
+        reply = server.client.get(f"{RESPONSES}/{found.id}/input_items", params=more)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == next(iter(more))
+    assert server.client.get(f"{RESPONSES}/resp_none/input_items").status_code == 404
+    with pytest.raises(openai.BadRequestError, match="leave stream out"):
+        client.responses.retrieve(found.id, stream=True)
+
+
+def test_tokens_of_a_prompt_are_counted(server, client):
+    server.llm.answer = "Yes."
+    counted = client.responses.input_tokens.count(model="fake", input="Hi", instructions="Be kind.").input_tokens
+    used = client.responses.create(model="fake", input="Hi", instructions="Be kind.").usage.input_tokens
+    assert counted == used > 0
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(model="other", input="Hi")
+
+
 def test_one_in_the_background_can_be_cancelled(server, client):
     server.llm.answer, server.llm.step_s = "Hello", 0.05
     try:

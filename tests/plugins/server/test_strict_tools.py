@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from pelton_e2e import serving
 from pelton_late_import import LateImport
@@ -80,11 +82,6 @@ def test_calls_of_the_models_choice_keep_to_the_schema_of_a_strict_function(clie
     )  # fmt: skip
     (item,) = [one for one in given.output if one.type == "function_call"]
     assert json.loads(item.arguments)["s"] in ("a", "b")
-    shaped = client.chat.completions.create(
-        **more, tools=[{"type": "function", "function": function}], extra_body=CLOSED,
-        response_format={"type": "json_schema", "json_schema": {"name": "word", "schema": {"enum": ["x", "y"]}}},
-    ).choices[0].message  # fmt: skip
-    assert json.loads(shaped.content) in ("x", "y") and not shaped.tool_calls
     bad = {"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "string"}}}}
     with pytest.raises(
         openai.BadRequestError, match="The schema of g at /properties/a/contains cannot be enforced"
@@ -92,4 +89,53 @@ def test_calls_of_the_models_choice_keep_to_the_schema_of_a_strict_function(clie
         client.chat.completions.create(
             **more, tools=[{"type": "function", "function": {"name": "g", "strict": True, "parameters": bad}}]
         )
+    assert refused.value.param == "tools"
+
+
+WORD = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"enum": ["x", "y"]}}}
+
+
+def test_with_a_response_format_an_answer_is_that_or_a_call(client):
+    """A model with random weights, pushed to begin a call or not; with strict functions and without."""
+    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+    more = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 300,
+        "response_format": WORD,
+        "parallel_tool_calls": False,
+    }
+    url = str(client.base_url).replace("/v1/", "/tokenize")
+    (quote,) = httpx.post(url, json={"prompt": '"', "add_special_tokens": False}).json()["tokens"]
+    for strict in (True, False):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
+        for thought in (CLOSED, {}):
+            called = client.chat.completions.create(
+                **more, tools=tools, extra_body=thought, logit_bias={str(TOOL_CALL): 100, str(EOS_ID): 50}
+            )
+            (call,) = called.choices[0].message.tool_calls
+            assert call.function.name == "f" and called.choices[0].message.content is None
+            assert not strict or json.loads(call.function.arguments)["x"] in (1, 2)
+        plain = client.chat.completions.create(**more, tools=tools, extra_body=CLOSED, logit_bias={str(quote): 100})
+        message = plain.choices[0].message
+        assert json.loads(message.content) in ("x", "y") and not message.tool_calls
+
+
+def test_an_input_keeps_to_its_grammar_whoever_chooses_the_call(client):
+    """Lines of digits, within the JSON of a call that the model chooses or has to make, and as the text of one that is named."""
+    grammar = {"syntax": "lark", "definition": r'start: (/[0-9]"/ "\n"){1,3}'}
+    tool = {"type": "custom", "custom": {"name": "lines", "format": {"type": "grammar", "grammar": grammar}}}
+    begins = {"logit_bias": {str(TOOL_CALL): 100, str(EOS_ID): 50}, "parallel_tool_calls": False}
+    more = {"model": "tiny", "messages": MESSAGES, "tools": [tool], "max_tokens": 300, "extra_body": CLOSED, **begins}
+    for choice in ("auto", "required", {"type": "custom", "custom": {"name": "lines"}}):
+        (call,) = client.chat.completions.create(**more, tool_choice=choice).choices[0].message.tool_calls
+        assert re.fullmatch(r'([0-9]"\n){1,3}', call.custom.input), choice
+    flat = {"type": "custom", "name": "lines", "format": {"type": "grammar", **grammar}}
+    items = client.responses.create(
+        model="tiny", input="Hi", max_output_tokens=300, tools=[flat], extra_body={"logit_bias": begins["logit_bias"]}
+    ).output
+    assert any(item.type == "custom_tool_call" and re.fullmatch(r'([0-9]"\n){1,3}', item.input) for item in items)
+    tool["custom"]["format"]["grammar"]["definition"] = "start: /a$/"
+    with pytest.raises(openai.BadRequestError, match="The grammar of lines cannot be held within a call") as refused:
+        client.chat.completions.create(**more)
     assert refused.value.param == "tools"

@@ -18,9 +18,10 @@ from pelton.parsing.interface import Arguments, Content, ParserContext, ToolCall
 from pelton.structured.interface import StructuredOutputContext
 from pelton.testing.models import EOS_ID, VOCAB_SIZE, make_tiny_tokenizer
 from pelton.testing.output_parser import merged
+from pelton_plugins.server.forced_calls import constraint
 from pelton_plugins.server.http_metrics import HttpMetrics
 from pelton_plugins.server.parsing import AnswerReader
-from pelton_plugins.server.tools import FunctionDefinition, FunctionName, NamedTool, Tool, constraint
+from pelton_plugins.server.tools import FunctionDefinition, Offer, Tool
 from pelton_plugins.structured_output.auto import AutoBackend
 
 openai = LateImport("openai")
@@ -223,6 +224,12 @@ def test_the_checkpoints_own_template_is_enough(start, tmp_path):
     message = running.post(CHAT, {"messages": HI, "tools": [WEATHER]}).json()["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm.", "Ok.")
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a"}}
+    reply = running.post(
+        CHAT,
+        {"messages": HI, "tools": [WEATHER, {"type": "custom", "custom": {"name": "f", "format": grammar}}]},
+    )
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools[1].custom.format"
 
 
 def test_definitions_of_several_tools_do_not_meet():
@@ -233,13 +240,15 @@ def test_definitions_of_several_tools_do_not_meet():
         }
         return Tool(function=FunctionDefinition(name=name, parameters=parameters))
 
-    schema = constraint([tool("a", "string"), tool("b", "integer")], "required", is_parallel=False).json
+    schema = constraint(
+        Offer(kind="required", tools=[tool("a", "string"), tool("b", "integer")]), is_parallel=False
+    ).json
     assert schema["maxItems"] == 1
     assert {name: one["type"] for name, one in schema["$defs"].items()} == {"tool0_X": "string", "tool1_X": "integer"}
     second = schema["items"]["anyOf"][1]["properties"]["parameters"]
     assert second["properties"]["x"] == {"$ref": "#/$defs/tool1_X"}
     assert schema["$defs"]["tool1_X"]["not"] == {"$ref": "#/$defs/tool1_X"}
-    named = constraint([tool("a", "string")], NamedTool(function=FunctionName(name="a")), is_parallel=True)
+    named = constraint(Offer(kind="named", named=tool("a", "string")), is_parallel=True)
     assert named.json["$defs"]["X"]["type"] == "string"
 
 
@@ -266,7 +275,7 @@ def test_parameters_that_refer_to_themselves_are_what_they_are_in_the_list_of_ca
     path = make_tiny_tokenizer(tmp_path)
     context = StructuredOutputContext(tokenizer_path=str(path), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_ID])
     tools = [Tool(function=FunctionDefinition(name=name, parameters=schema)) for name in ("f", "g")]
-    grammar = AutoBackend(context).compile(constraint(tools, "required", is_parallel=True))
+    grammar = AutoBackend(context).compile(constraint(Offer(kind="required", tools=tools), is_parallel=True))
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
 
     def taken(text: str) -> bool:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import socket
+import struct
+import time
 
 import pytest
 
@@ -75,6 +79,46 @@ def test_a_slow_second_head_is_cut_off_and_an_answer_is_not(start, monkeypatch):
         assert b"200 OK" in connection.recv(65536)
         connection.sendall(b"GET /hea")
         assert error_of(read_all(connection))["code"] == 408
+
+
+def request(max_tokens):
+    body = json.dumps({"prompt": "ab", "max_tokens": max_tokens, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "later"])
+def test_who_sends_requests_ahead_and_leaves_is_gone_for_all_of_them(start, caplog, is_late):
+    server = start()
+    server.llm.step_s = 0.05
+    with caplog.at_level(logging.WARNING), connect(server) as connection:
+        connection.sendall(request(200) if is_late else request(200) + request(2))
+        assert server.wait_for(lambda: server.llm.running)
+        if is_late:
+            connection.sendall(request(2))
+            time.sleep(0.1)
+        connection.shutdown(socket.SHUT_RDWR)
+        assert server.wait_for(lambda: not server.llm.running)
+    assert len(server.llm.aborted) == len(server.llm.requests) == 1
+    assert not caplog.records
+
+
+def test_requests_that_are_sent_ahead_are_answered_in_their_order(start, caplog):
+    """Who takes the first answer and leaves gets no error logged for the others."""
+    server = start()
+    server.llm.step_s = 0.01
+    with caplog.at_level(logging.WARNING), connect(server) as connection:
+        connection.sendall(request(3) + request(2) + request(1))
+        answers = b""
+        while answers.count(b"text_completion") < 3:
+            answers += connection.recv(65536)
+        assert [int(one) for one in re.findall(rb'"completion_tokens":(\d+)', answers)] == [3, 2, 1]
+        connection.sendall(request(1) + request(40) + request(1))
+        while b"text_completion" not in connection.recv(65536):
+            pass
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert server.wait_for(lambda: len(server.llm.requests) >= 5 and not server.llm.running)
+    assert not caplog.records
 
 
 def test_a_path_prefix_that_a_proxy_strips(start):

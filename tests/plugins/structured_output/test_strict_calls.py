@@ -401,10 +401,70 @@ def test_hidden_tokens_do_not_hide_a_trigger(cases):
     assert case.grammar().validate([*b"a b", case.tokens.hidden_id, *b"<tool_call>"]) == 15
 
 
+LINES = r'start: ("+" /[^\n]*/ "\n")+'
+OF_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+PATCHES = ({"name": "get_weather", "parameters": OF_TEXT, "strict": True, "grammar": LINES}, TOOLS[1])
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_an_input_keeps_to_its_grammar_in_every_format_whose_arguments_are_json(name):
+    case = Case(FORMATS[name], tools=PATCHES)
+    right, wrong = '{"input": "+a\\\\ \\"b\\"\\n+\\n"}', '{"input": "+a\\\\ \\"b\\"\\n-\\n"}'
+    for seed in range(10):
+        ids, grammar = cut(case.tokens, TEXTS[name] % right, random.Random(seed)), case.grammar()
+        assert grammar.accept(ids) and case.tokens.eos_id in allowed_tokens(grammar)
+        ids = cut(case.tokens, TEXTS[name] % wrong, random.Random(seed))
+        assert case.grammar().validate(ids) < len(ids)
+    events = case.events(TEXTS[name] % right)
+    called = next(
+        place for place, event in enumerate(events) if isinstance(event, ToolCall) and event.name == "get_weather"
+    )
+    assert json.loads(events[called + 1].text) == {"input": '+a\\ "b"\n+\n'}
+
+
+WORD = {
+    "type": "object",
+    "properties": {"word": {"type": "string"}},
+    "required": ["word"],
+    "additionalProperties": False,
+}
+MARKED = [name for name in TEXTS if name not in ("gpt_oss", "llama3_json")]
+"""Formats whose calls begin with a text."""
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_an_answer_is_the_json_that_is_wanted_or_calls(name):
+    """And nothing beside it; behind reasoning too, where the answer begins with that."""
+    form = FORMATS[name]
+    instead = {"instead": {"type": "json_schema", "json_schema": WORD}}
+    trigger = next(trigger["text"] for trigger in Case(form).params.structural_tag["format"]["triggers"] if "text" in trigger
+                   and trigger["text"] in TEXTS[name])  # fmt: skip
+    calls = trigger + (TEXTS[name] % RIGHT).partition(trigger)[2].removesuffix(" so")
+    plain, thinking = Case(form, more=instead), Case(form, more={**instead, "thought": THOUGHT})
+    for text, is_right in (
+        ('{"word": "a <tool [TOOL"}', True), (calls, True), (f"\n\n{calls}\n", True), ("So", False),
+        (f'{{"word": "a"}} {calls}', False), (f"I look. {calls}", False), (calls.replace("Oslo", "O" * 13), False),
+            ('{"name": "a"}', False),
+    ):  # fmt: skip
+        for case, before in ((plain, ""), (thinking, ""), (thinking, f"<think>It may be {trigger}</think>\n\n")):
+            for seed in range(5):
+                ids, grammar = cut(case.tokens, before + text, random.Random(seed)), case.grammar()
+                taken = grammar.validate(ids) == len(ids) and grammar.accept(ids)
+                assert (taken and case.tokens.eos_id in allowed_tokens(grammar)) is is_right, before + text
+    one = Case(form, is_parallel=False, more=instead)
+    ids = cut(one.tokens, calls + calls, random.Random(0))
+    assert one.grammar().validate(ids) < len(ids)
+
+
 AN_ARRAY = {"type": "array", "contains": {"type": "string"}}
 TEXT_OR_NUMBER = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 5}]}
 REFUSED = [
-    (HermesParser, "tags", AN_ARRAY, "The schema of f at /properties/tags/contains cannot be enforced"),
+    (HermesParser, "tags", AN_ARRAY, "The schema of f at /properties/tags/contains cannot be enforced: Unimpl"),
     (HermesParser, "a", {"type": "strng"}, "The schema of f at /properties/a/type is 'strng'"),
     (
         Qwen3CoderParser,
@@ -415,13 +475,31 @@ REFUSED = [
     (Qwen3CoderParser, "a", {"enum": ["1", 2]}, "the value '1', which would be read as another"),
     (Qwen3CoderParser, "a", TEXT_OR_NUMBER, "a text, or a value with a schema of its own"),
     (DSMLParser, "a", {"oneOf": [{"type": "string"}, {"type": "integer"}]}, "oneOf without a type"),
+    (
+        Qwen3CoderParser,
+        None,
+        'start: "(" start ")" | "a"',
+        "The grammar of f cannot be held within a call because of 'the rule start",
+    ),
+    (HermesParser, None, "start: foo", 'The grammar of f cannot be compiled: at 1(8): unknown name: "foo"'),
+    (
+        HermesParser,
+        "a",
+        {"type": "string", "pattern": "("},
+        "The schema of f at /properties/a/pattern cannot be compiled: regex",
+    ),
+    (HermesParser, None, "start: <x>", "The grammar of f cannot be held within a call because of '<x>'"),
     (PythonicParser, "a b", {"type": "string"}, "/properties/a b cannot be enforced in the form of Python: its name"),
 ]
 
 
 @pytest.mark.parametrize("parser, key, schema, why", REFUSED)
 def test_what_cannot_be_enforced_is_refused_by_name(parser, key, schema, why):
-    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {key: schema}}}
+    """key: None where the schema is a grammar."""
+    if key is None:
+        tool = {"name": "f", "strict": True, "parameters": OF_TEXT, "grammar": schema}
+    else:
+        tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {key: schema}}}
     with pytest.raises(RequestError, match=re.escape(why)):
         Case(Format(parser, ""), (tool,)).grammar()
 

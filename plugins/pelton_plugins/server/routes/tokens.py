@@ -15,6 +15,7 @@ from pelton_plugins.server.params import check_template
 from pelton_plugins.server.prompts import max_model_len, off_loop, render, tokenize
 from pelton_plugins.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from pelton_plugins.server.state import ServerState
+from pelton_plugins.server.tools import check_tools
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
@@ -72,7 +73,8 @@ async def _tokenize(exchange: Exchange, request: TokenizeRequest) -> None:
     else:
         check_template(request, trust_template=exchange.state.config.trust_request_chat_template)
         specials = exchange.state.config.special_tokens_in_messages
-        ids = (await render(llm, request, with_specials=specials)).token_ids
+        tools = check_tools(request.tools).tools if request.tools else ()
+        ids = (await render(llm, request, tools, with_specials=specials)).token_ids
     tokenizer = llm.tokenizer
     strings = None
     if request.return_token_strs and tokenizer is not None:
