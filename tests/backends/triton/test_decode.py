@@ -264,7 +264,7 @@ def check_fused(
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "window": {"window": 40},
+    "window": {"window": 43},  # of 90 keys the last of a chunk is the first one
     "window-of-one": {"window": 1},
     "window-of-a-chunk": {"window": 32, "block_size": 32},
     "soft-cap": {"soft_cap": 2.0},
