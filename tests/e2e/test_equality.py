@@ -47,8 +47,8 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
         assert (
             sum(o.num_cached_tokens or 0 for o in again) >= 16 * sum((len(p) - 1) // 16 for p in reference.prompts) // 2
         )
-        longer = [p + out[:20] for p, out in zip(reference.prompts, reference.outputs, strict=True)]
-        assert generate(llm, longer, greedy(NUM_NEW_TOKENS - 20)) == [out[20:] for out in reference.outputs]
+        longer = [p + out[:12] for p, out in zip(reference.prompts, reference.outputs, strict=True)]
+        assert generate(llm, longer, greedy(NUM_NEW_TOKENS - 12)) == [out[12:] for out in reference.outputs]
 
 
 def test_forced_preemption_changes_nothing(reference: Reference) -> None:
@@ -64,7 +64,7 @@ def test_forced_preemption_changes_nothing(reference: Reference) -> None:
 
 
 def test_eos_in_the_middle_of_a_batch(llama: Reference) -> None:
-    eos = llama.outputs[3][20]
+    eos = llama.outputs[3][12]
     expected = [out[: out.index(eos) + 1] if eos in out else out for out in llama.outputs]
     assert any(len(out) < NUM_NEW_TOKENS for out in expected)
     params = greedy(ignore_eos=False)

@@ -82,7 +82,7 @@ async def test_a_thousand_requests_with_aborts_leave_nothing_behind(llama_server
     async def one(client: httpx.AsyncClient, i: int) -> None:
         index = rng.randrange(len(reference.prompts))
         prompt, expected = reference.prompts[index], reference.outputs[index]
-        tokens, abort = rng.randint(1, 24), rng.random() < 0.3
+        tokens, abort = rng.randint(1, NUM_NEW_TOKENS), rng.random() < 0.3
         body = {
             "prompt": prompt,
             "max_tokens": tokens,

@@ -28,10 +28,10 @@ def small_pieces(monkeypatch, device):
 
         sizes = {
             "_GREEDY_CHUNK": 512,
-            "_CHUNK_GROUPS": 16,
+            "_CHUNK_GROUPS": 32,
             "_LISTED": 4,
             "_ROOM": 32,
-            "_LANES": 256,
+            "_LANES": 512,
             "_SPARE": 64,
             "_WIDE_SPARE": 64,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from pelton.engine.process_client import EngineConnection
 from pelton.errors import ConfigError, PluginError
 from pelton.plugins import blamed
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_backends.native.build import COMPILERS, find_compiler
 
 LIMITED = """
 import os, resource, sys
@@ -74,6 +76,12 @@ def test_a_cache_folder_that_cannot_be_written_leaves_nothing(checkpoint, tmp_pa
     temporary.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("TMPDIR", str(temporary))
+    # The kernels are compiled anew: in half of the time without optimization.
+    compiler = tmp_path / "bin" / COMPILERS[0]
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\nexec {find_compiler()} "$@" -O0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(compiler.parent), prepend=os.pathsep)
     with serving(checkpoint, "--max-num-seqs", "2", log=tmp_path / "log") as (_, process):
         process.terminate()
         assert process.wait(90) == 0
