@@ -22,6 +22,8 @@ OTHER_TOOLS = (
     "--covering",
     "--tests",
     "--times",
+    "--trees",
+    "--turns",
 )  # of pip, pytest, tests/tools and a skeleton
 
 

@@ -50,8 +50,11 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[contextlib.Abs
     def start(*more: str) -> Iterator[Serving]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms between two messages to a collector
-            with start_any(*more) as running:
-                yield Serving(running.url, running.process, running.folder)
+            with start_any(*more) as found:
+                running = Serving(found.url, found.process, found.folder)
+                # One process is ready a moment before the other, which refuses requests until then.
+                assert eventually(lambda: running.sample("pelton_api_processes") == 2)
+                yield running
 
     start.log = log
     return start
@@ -94,7 +97,6 @@ def server(started, collector) -> Iterator[Serving]:
         "--otlp-traces-endpoint", collector.endpoint,
     ]  # fmt: skip
     with started(*flags) as running:
-        assert eventually(lambda: running.sample("pelton_api_processes") == 2)
         yield running
 
 
