@@ -104,6 +104,7 @@ class Server:
         self._loading = asyncio.create_task(self._load())
         self._loading.add_done_callback(self._on_loaded)
         try:
+            await self._before_accepting()
             await self._uvicorn.serve(sockets=[listener])
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -147,6 +148,9 @@ class Server:
             lower_priority()
         self.state.llm = llm
         self._announce(llm, time.perf_counter() - started)
+
+    async def _before_accepting(self) -> None:
+        """A first start answers at once, so that /health tells what it waits for."""
 
     def _start_engine(self, *arguments: Any, **options: Any) -> EngineClient:
         from pelton.engine.process_client import ProcessClient

@@ -252,13 +252,11 @@ def test_a_killed_api_process_takes_its_own_streams_only(server):
     assert eventually(lambda: len(server.api_processes()) == 2 and first not in server.api_processes())
     assert second in server.api_processes()
     # What the dead one had asked for has left the engine, and connections to its socket waited for the next.
-    replies = [httpx.get(server.url + "/health", timeout=60).status_code for _ in range(8)]
-    assert set(replies) <= {200, 503}
+    assert all(httpx.get(server.url + "/health", timeout=60).status_code == 200 for _ in range(8))
     assert eventually(lambda: server.sample("pelton_api_processes") == 2)
     assert eventually(lambda: server.sample("pelton_num_requests_running") == 0)
     assert eventually(lambda: server.sample("pelton_kv_cache_usage_perc") == 0)
     assert server.sample("pelton_api_process_restarts_total") == 1
-    assert all(httpx.get(server.url + "/health", timeout=60).status_code == 200 for _ in range(8))
     assert server.sample("pelton_request_success_total") >= 24  # of the dead one too
 
 

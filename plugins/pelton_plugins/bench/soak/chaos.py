@@ -222,6 +222,8 @@ class _Chaos:
             check("ranks beyond the engines', or missing", abs(self._num_ranks_alive() - self._num_ranks_wanted), 0),
         ]  # fmt: skip
         answer = await ask(self.host, self.port, random.Random(1), plain=True)
+        if answer.kind != "whole":
+            self.bad.append(f"after all: {answer.kind} {answer.detail}")
         self.checks.append(check("a request after all that fails", answer.kind != "whole", 0))
 
     @property

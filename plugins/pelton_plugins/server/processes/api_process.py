@@ -41,6 +41,7 @@ logger = get_logger(__name__)
 RESTARTS = 10**9  # the owner decides how often
 FIRST_ADAPTER_ID = 2**40  # ids of adapters that resolvers find: a range for each process
 ASK_TIMEOUT_S = 5.0
+ACCEPT_WITHIN_S = 30.0  # of a replacement's start, whatever it waits for
 
 
 class GatheredStats:
@@ -107,7 +108,8 @@ class ApiServer(Server):
         self._loop = asyncio.get_running_loop()
         self._resolved: asyncio.Future[None] = self._loop.create_future()
         self._ups: dict[int, control.EngineUp] = {}
-        self._is_up = asyncio.Event()
+        self._is_up, self._lacks_engine = asyncio.Event(), asyncio.Event()
+        self._is_replacement = configure.is_replacement
         self._clients: dict[int, JoinedClient] = {}
         self._stats = GatheredStats(configure.engine.parallel.served_indexes[0])
         self._process = ProcessMetrics()
@@ -127,6 +129,15 @@ class ApiServer(Server):
 
     def _listen(self) -> socket.socket:
         return self._listener
+
+    async def _before_accepting(self) -> None:
+        """In a dead process's place: its connections wait until all but an engine is there, rather than be refused."""
+        if not self._is_replacement:
+            return
+        assert self._loading is not None
+        lacks_engine = self._loop.create_task(self._lacks_engine.wait())
+        await asyncio.wait({self._loading, lacks_engine}, timeout=ACCEPT_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        lacks_engine.cancel()
 
     async def _load(self) -> None:
         from pelton.sdk.async_llm import AsyncLLM
@@ -157,6 +168,8 @@ class ApiServer(Server):
     async def _join(self, parallel: ParallelConfig) -> int:
         """Join the engines as soon as there is one that lives; returns a number that no other process has."""
         while True:
+            if not self._ups:
+                self._lacks_engine.set()
             await self._is_up.wait()
             for engine, up in list(self._ups.items()):
                 try:

@@ -39,6 +39,8 @@ class Configure(_Message):
     index: int
     """Of the process, from 0; one that takes a dead one's place has its index."""
     port: int
+    is_replacement: bool = False
+    """Others serve meanwhile: connections wait for this one to load."""
 
 
 class Resolved(_Message):

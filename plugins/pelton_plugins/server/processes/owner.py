@@ -252,8 +252,9 @@ class Owner:
     def greet(self, child: Child) -> None:
         """A new one is there."""
         config = control.Configure(
-            self.config, self.engine_config, list(self.explicit), self.plugins.digest(), child.index, self.port
-        )
+            self.config, self.engine_config, list(self.explicit), self.plugins.digest(), child.index, self.port,
+            is_replacement=self._is_announced,
+        )  # fmt: skip
         child.send(config)
         if self._is_resolved:
             child.send(control.Resolved())
