@@ -407,34 +407,41 @@ def linear_low(
     store_low(low, this_step, y, first, LOW_ROWS, a.dtype.element_ty, R)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def add_norm_linear_kernel(
-    hidden, residual, norm, post_norm, weight, bias, out, new_residual, eps, post_eps,
-    num_tokens, hidden_stride, residual_stride,
-    HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
-    HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
-    DOT: tl.constexpr, PDL: tl.constexpr,
-    slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
-    LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
-    a=None, a_stride=0, step=None, LOW_PROGRAMS: tl.constexpr = 0,
+@triton.jit
+def add_adapters(
+    y, slots, early, tile, b, slot_stride, low, squares, eps, first, num_tokens, N: tl.constexpr, K: tl.constexpr,
+    PARTS: tl.constexpr, M: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, NUM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """residual' = [post_norm](hidden) + residual [T, K], stored by the first program; out [T, N] = norm(residual') weight^T."""
+    """y [R, M] and what the adapters of its rows add; early, tile: what `adapter_tile` gave before the wait."""
+    m = tl.arange(0, M)
+    slot = tl.load(slots + m, mask=m < num_tokens, other=-1, cache_modifier=".cg")
+    if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
+        slot, tile = adapter_tile(slots, b, slot_stride, first, num_tokens, N, PARTS, M, R, RANK)
+    more = adapter_product(
+        slot, tile, low, squares, eps, first, num_tokens, N, K, PARTS, M, R, RANK, SPLITS, WIDTH, SECOND, THIRD, NUM,
+        HAS_NORM,
+    )  # fmt: skip
+    return tl.where((slot >= 0)[None, :], y + more, y)
+
+
+@triton.jit
+def add_norm_product(
+    hidden, residual, norm, post_norm, weight, new_residual, eps, post_eps, num_tokens, hidden_stride, residual_stride,
+    pid, HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    NUM: tl.constexpr, AHEAD: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
+    slots, b, low, squares, slot_stride, RANK: tl.constexpr, LOW_SPLITS: tl.constexpr, LOW_WIDTH: tl.constexpr,
+    SECOND: tl.constexpr, THIRD: tl.constexpr, NUM_PARTS: tl.constexpr, step, LOW_PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """R rows of the weight, R / PARTS of each of its PARTS, times the normed rows, with adapters [R, M]; pid: without those that
+    multiply with A."""
     P: tl.constexpr = W * C * 32
-    pid = tl.program_id(0)
     if LOW_PROGRAMS > 0:
-        if pid < LOW_PROGRAMS:
-            add_norm_low(
-                hidden, residual, new_residual, norm, post_norm, eps, post_eps, num_tokens, hidden_stride, residual_stride,
-                slots, a, a_stride, low, step, pid, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, W, R, C, NUM,
-                AHEAD, DOT, RANK * NUM_PARTS, PDL,
-            )  # fmt: skip
-            return
-        pid -= LOW_PROGRAMS
         slot, this_step = tl.load(slots), tl.load(step)  # before the wait: see `runtime`
-    first = pid * R
+    first = pid * (R // PARTS)
     let_next_start(PDL)
-    tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
+    tile = load_tile(weight, first, N, K, PARTS, W, R, C, AHEAD, DOT)
     BY_WARPS: tl.constexpr = is_by_warps(M, P, NUM, HAS_POST, DOT)
     if BY_WARPS:
         norm_pieces = load_by_warps(norm + tl.zeros([1], tl.int32), K, 1, P)
@@ -445,10 +452,10 @@ def add_norm_linear_kernel(
         if HAS_POST:
             post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     if LOW_PROGRAMS > 0:
-        adapter = rows_of_b(slot, b, slot_stride, first, N, 1, R, RANK)
-        places = low_places(low, first, N, 1, R, RANK, SECOND, THIRD)
+        adapter = rows_of_b(slot, b, slot_stride, first, N, PARTS, R, RANK)
+        places = low_places(low, first, N, PARTS, R, RANK, SECOND, THIRD)
     elif RANK > 0:
-        early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
+        early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, PARTS, M, R, RANK)
     wait_for_inputs(PDL)
     if BY_WARPS:
         x = add_norm_by_warps(
@@ -462,18 +469,46 @@ def add_norm_linear_kernel(
         )  # fmt: skip
     if LOW_PROGRAMS > 0:
         words = tl.load(places, volatile=True)
-    y = product(tile, x, weight, first, weight, N, K, 1, M, W, R, C, NUM, AHEAD, NUM, DOT)
+    y = product(tile, x, weight, first, weight, N, K, PARTS, M, W, R, C, NUM, AHEAD, NUM, DOT)
     if LOW_PROGRAMS > 0:
         y = with_adapter(y, slot, adapter, words, places, this_step)
     elif RANK > 0:
-        slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < num_tokens, other=-1, cache_modifier=".cg")
-        if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
-            slot, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
-        more = adapter_product(
-            slot, adapter, low, squares, eps, first, num_tokens, N, K, 1, M, R, RANK, LOW_SPLITS, LOW_WIDTH,
-            SECOND, THIRD, NUM_PARTS, True,
+        y = add_adapters(
+            y, slots, early, adapter, b, slot_stride, low, squares, eps, first, num_tokens, N, K, PARTS, M, R, RANK,
+            LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, True,
         )  # fmt: skip
-        y = tl.where((slot >= 0)[None, :], y + more, y)
+    return y
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def add_norm_linear_kernel(
+    hidden, residual, norm, post_norm, weight, bias, out, new_residual, eps, post_eps,
+    num_tokens, hidden_stride, residual_stride,
+    HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
+    HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
+    DOT: tl.constexpr, PDL: tl.constexpr,
+    slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
+    LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
+    a=None, a_stride=0, step=None, LOW_PROGRAMS: tl.constexpr = 0,
+):  # fmt: skip
+    """residual' = [post_norm](hidden) + residual [T, K], stored by the first program; out [T, N] = norm(residual') weight^T."""
+    pid = tl.program_id(0)
+    if LOW_PROGRAMS > 0:
+        if pid < LOW_PROGRAMS:
+            add_norm_low(
+                hidden, residual, new_residual, norm, post_norm, eps, post_eps, num_tokens, hidden_stride, residual_stride,
+                slots, a, a_stride, low, step, pid, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, W, R, C, NUM,
+                AHEAD, DOT, RANK * NUM_PARTS, PDL,
+            )  # fmt: skip
+            return
+        pid -= LOW_PROGRAMS
+    y = add_norm_product(
+        hidden, residual, norm, post_norm, weight, new_residual, eps, post_eps, num_tokens, hidden_stride, residual_stride, pid,
+        HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, N, K, 1, M, W, R, C, NUM, AHEAD, DOT, PDL,
+        slots, b, low, squares, slot_stride, RANK, LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, step, LOW_PROGRAMS,
+    )  # fmt: skip
+    first = pid * R
     if HAS_BIAS:
         y = add_bias(y, bias, first, N, R)
     store_output(out, y, first, num_tokens, N, M, R)
@@ -515,14 +550,10 @@ def linear_kernel(
     if LOW_PROGRAMS > 0:
         y = with_adapter(y, slot, adapter, words, places, this_step)
     elif RANK > 0:
-        slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < num_tokens, other=-1, cache_modifier=".cg")
-        if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
-            slot, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
-        more = adapter_product(
-            slot, adapter, low, squares, 0.0, first, num_tokens, N, K, 1, M, R, RANK, LOW_SPLITS, LOW_WIDTH,
-            SECOND, THIRD, NUM_PARTS, False,
+        y = add_adapters(
+            y, slots, early, adapter, b, slot_stride, low, squares, 0.0, first, num_tokens, N, K, 1, M, R, RANK,
+            LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, False,
         )  # fmt: skip
-        y = tl.where((slot >= 0)[None, :], y + more, y)
     if HAS_BIAS:
         y = add_bias(y, bias, first, N, R)
     store_output(out, y, first, num_tokens, N, M, R)
@@ -544,7 +575,6 @@ def add_norm_gated_linear_kernel(
 
     A program has the same R / 2 rows of both.
     """
-    P: tl.constexpr = W * C * 32
     H: tl.constexpr = R // 2
     pid = tl.program_id(0)
     if LOW_PROGRAMS > 0:
@@ -556,49 +586,12 @@ def add_norm_gated_linear_kernel(
             )  # fmt: skip
             return
         pid -= LOW_PROGRAMS
-        slot, this_step = tl.load(slots), tl.load(step)  # before the wait: see `runtime`
+    y = add_norm_product(
+        hidden, residual, norm, post_norm, weight, new_residual, eps, post_eps, num_tokens, hidden_stride, residual_stride, pid,
+        HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, N, K, 2, M, W, R, C, NUM, AHEAD, DOT, PDL,
+        slots, b, low, squares, slot_stride, RANK, LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, step, LOW_PROGRAMS,
+    )  # fmt: skip
     first = pid * H
-    let_next_start(PDL)
-    tile = load_tile(weight, first, N, K, 2, W, R, C, AHEAD, DOT)
-    BY_WARPS: tl.constexpr = is_by_warps(M, P, NUM, HAS_POST, DOT)
-    if BY_WARPS:
-        norm_pieces = load_by_warps(norm + tl.zeros([1], tl.int32), K, 1, P)
-        post_pieces = norm_pieces
-    else:
-        norm_pieces = load_rows(norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
-        post_pieces = norm_pieces
-        if HAS_POST:
-            post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
-    if LOW_PROGRAMS > 0:
-        adapter = rows_of_b(slot, b, slot_stride, first, N, 2, R, RANK)
-        places = low_places(low, first, N, 2, R, RANK, SECOND, THIRD)
-    elif RANK > 0:
-        early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 2, M, R, RANK)
-    wait_for_inputs(PDL)
-    if BY_WARPS:
-        x = add_norm_by_warps(
-            hidden, residual, new_residual, norm_pieces, eps, num_tokens, hidden_stride, residual_stride, pid == 0,
-            HAS_RESIDUAL, UNIT_OFFSET, K, M, P,
-        )  # fmt: skip
-    else:
-        x = add_norm_rows(
-            hidden, residual, new_residual, norm_pieces, post_pieces, eps, post_eps, num_tokens, hidden_stride,
-            residual_stride, pid == 0, HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, K, M, P, NUM,
-        )  # fmt: skip
-    if LOW_PROGRAMS > 0:
-        words = tl.load(places, volatile=True)
-    y = product(tile, x, weight, first, weight, N, K, 2, M, W, R, C, NUM, AHEAD, NUM, DOT)
-    if LOW_PROGRAMS > 0:
-        y = with_adapter(y, slot, adapter, words, places, this_step)
-    elif RANK > 0:
-        slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < num_tokens, other=-1, cache_modifier=".cg")
-        if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
-            slot, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 2, M, R, RANK)
-        more = adapter_product(
-            slot, adapter, low, squares, eps, first, num_tokens, N, K, 2, M, R, RANK, LOW_SPLITS, LOW_WIDTH,
-            SECOND, THIRD, NUM_PARTS, True,
-        )  # fmt: skip
-        y = tl.where((slot >= 0)[None, :], y + more, y)
     gate, up = tl.split(tl.permute(tl.reshape(y, [2, H, M]), [1, 2, 0]))
     if HAS_BIAS:
         gate = add_bias(gate, bias, first, N, H)
