@@ -105,6 +105,47 @@ def store_result(
         gl.store(out + tokens[None, :] * HALF + columns[:, None], result, mask=is_inside)
 
 
+@gluon.jit
+def store_split(
+    total, place, part, partials, counters, weight_scale, x_scale, bias, out, tile, token, num_tokens,
+    N: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """`store_result` of the sum of SPLIT programs' totals, by the last of them; place: of the tile among all."""
+    if SPLIT > 1:
+        slot = place * SPLIT
+        cells = (
+            gl.arange(0, R, gl.SliceLayout(1, layout))[:, None] * M
+            + gl.arange(0, M, gl.SliceLayout(0, layout))[None, :]
+        )
+        gl.store(partials + (slot + part) * (R * M) + cells, total)
+        gl.thread_barrier()  # all threads' stores come before the one thread's increment, which releases them
+        if gl.atomic_add(counters + slot // SPLIT, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            gl.store(counters + slot // SPLIT, 0)
+            total = gl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
+            for i in gl.static_range(1, SPLIT):
+                total += gl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
+            store_result(total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
+    else:
+        store_result(total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
+
+
+@gluon.jit
+def add_stage(
+    total, step, weights, rows, weight_barriers, row_barriers, STAGES: gl.constexpr, PANELS: gl.constexpr, PANEL: gl.constexpr,
+    R: gl.constexpr, M: gl.constexpr,
+):  # fmt: skip
+    """Begin the products of a step's buffers, as soon as they are filled, and add them to total [R, M]."""
+    stage = step % STAGES
+    phase = (step // STAGES) & 1
+    mbarrier.wait(weight_barriers.index(stage), phase)
+    mbarrier.wait(row_barriers.index(stage), phase)
+    left = weights.index(stage).reshape((PANELS * R, PANEL))
+    right = rows.index(stage).reshape((PANELS * M, PANEL))
+    for i in gl.static_range(PANELS):
+        total = warpgroup_mma(left.slice(i * R, R), right.slice(i * M, M).permute((1, 0)), total, is_async=True)
+    return total
+
+
 @gluon.jit(do_not_specialize=["num_tokens"])
 def multiply_kernel(
     x, weight, weight_scale, x_scale, bias, out, partials, counters, num_tokens,
@@ -147,14 +188,9 @@ def multiply_kernel(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, INNER])
     total = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
     for step in range(NUM_STEPS):
-        stage = step % STAGES
-        phase = (step // STAGES) & 1
-        mbarrier.wait(weight_barriers.index(stage), phase)
-        mbarrier.wait(row_barriers.index(stage), phase)
-        left = weights.index(stage).reshape((PANELS * R, PANEL))
-        right = rows.index(stage).reshape((PANELS * M, PANEL))
-        for i in gl.static_range(PANELS):
-            total = warpgroup_mma(left.slice(i * R, R), right.slice(i * M, M).permute((1, 0)), total, is_async=True)
+        total = add_stage(
+            total, step, weights, rows, weight_barriers, row_barriers, STAGES, PANELS, PANEL, R, M
+        )  # fmt: skip
         if NUM_STEPS > STAGES:
             total = warpgroup_mma_init(warpgroup_mma_wait(PANELS, deps=(total,)))
             free = (step + STAGES - 1) % STAGES  # the stage of the step before, which is done
@@ -167,22 +203,11 @@ def multiply_kernel(
                 fetch(x, token, first + later * PANELS, row_barriers.index(free), rows.index(free), False)
     total = warpgroup_mma_wait(0, deps=(total,))
 
-    if SPLIT > 1:
-        slot = (tile * gl.num_programs(2) + gl.program_id(2)) * SPLIT
-        cells = (
-            gl.arange(0, R, gl.SliceLayout(1, layout))[:, None] * M
-            + gl.arange(0, M, gl.SliceLayout(0, layout))[None, :]
-        )
-        gl.store(partials + (slot + part) * (R * M) + cells, total)
-        gl.thread_barrier()  # all threads' stores come before the one thread's increment, which releases them
-        if gl.atomic_add(counters + slot // SPLIT, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
-            gl.store(counters + slot // SPLIT, 0)
-            total = gl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
-            for i in gl.static_range(1, SPLIT):
-                total += gl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
-            store_result(total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
-    else:
-        store_result(total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
+    place = tile * gl.num_programs(2) + gl.program_id(2)
+    store_split(
+        total, place, part, partials, counters, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R,
+        SPLIT, layout,
+    )  # fmt: skip
 
 
 _launch = Launcher(multiply_kernel)

@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pelton_backends.triton.ops.linear.hopper_split_k import fetch, store_result
-from pelton_backends.triton.ops.lora.hopper_gated_kernel import fetch_a
+from pelton_backends.triton.ops.linear.hopper_split_k import add_stage, fetch, store_split
+from pelton_backends.triton.ops.lora.hopper_gated_kernel import fetch_a, multiply_a
 
 
 @gluon.jit
@@ -71,33 +71,10 @@ def _low_program(
             )  # fmt: skip
         gdc_launch_dependents()
         gdc_wait()
-        for buffer in range(ahead):
-            fetch(x, token, first + buffer * PANELS, row_barriers.index(buffer), rows.index(buffer), False)
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
-        total = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
-        for step in range(NUM_STEPS):
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(weight_barriers.index(stage), phase)
-            mbarrier.wait(row_barriers.index(stage), phase)
-            left = weights.index(stage).reshape((PANELS * R, PANEL))
-            right = rows.index(stage).reshape((PANELS * M, PANEL))
-            for i in gl.static_range(PANELS):
-                total = warpgroup_mma(left.slice(i * R, R), right.slice(i * M, M).permute((1, 0)), total, is_async=True)
-            if NUM_STEPS > STAGES:
-                total = warpgroup_mma_init(warpgroup_mma_wait(PANELS, deps=(total,)))
-                free = (step + STAGES - 1) % STAGES
-                later = step + STAGES - 1
-                if (step > 0) & (later < NUM_STEPS):
-                    gl.thread_barrier()
-                    mbarrier.expect(weight_barriers.index(free), NUM_BYTES)
-                    mbarrier.expect(row_barriers.index(free), x.block_type.nbytes)
-                    fetch_a(
-                        a, units, unit, part * RANK, first + later * PANELS, weight_barriers.index(free), pieces,
-                        free * (PANELS * UNITS), PANELS, UNITS, SLOTS,
-                    )  # fmt: skip
-                    fetch(x, token, first + later * PANELS, row_barriers.index(free), rows.index(free), False)
-        total = warpgroup_mma_wait(0, deps=(total,))
+        total = multiply_a(
+            x, a, weights, rows, weight_barriers, row_barriers, pieces, units, unit, part, first, token, ahead, K, M, R, C, STAGES, RANK,
+            SHARES,
+        )  # fmt: skip
 
         own: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [gl.num_warps(), 1], [0, 1])
         value = gl.convert_layout(total, own)
@@ -224,16 +201,9 @@ def adapted_words_kernel(
                 0 if turn == 0 else LOOK if turn == 1 else BEFORE,
                 LOOK if turn == 0 else BEFORE if turn == 1 else NUM_STEPS,
             ):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                mbarrier.wait(weight_barriers.index(stage), phase)
-                mbarrier.wait(row_barriers.index(stage), phase)
-                left = weights.index(stage).reshape((PANELS * R, PANEL))
-                right = rows.index(stage).reshape((PANELS * M, PANEL))
-                for i in gl.static_range(PANELS):
-                    total = warpgroup_mma(
-                        left.slice(i * R, R), right.slice(i * M, M).permute((1, 0)), total, is_async=True
-                    )
+                total = add_stage(
+                    total, step, weights, rows, weight_barriers, row_barriers, STAGES, PANELS, PANEL, R, M
+                )  # fmt: skip
                 total = warpgroup_mma_init(warpgroup_mma_wait(PANELS, deps=(total,)))
                 free = (step + STAGES - 1) % STAGES
                 later = step + STAGES - 1
@@ -294,19 +264,7 @@ def adapted_words_kernel(
                 )
             total = warpgroup_mma_wait(0, deps=(sums,))
 
-        if SPLIT > 1:
-            slot = (tile * num_blocks + block) * SPLIT
-            cells = (
-                gl.arange(0, R, gl.SliceLayout(1, layout))[:, None] * M
-                + gl.arange(0, M, gl.SliceLayout(0, layout))[None, :]
-            )
-            gl.store(partials + (slot + split) * (R * M) + cells, total)
-            gl.thread_barrier()  # all threads' stores come before the one thread's increment, which releases them
-            if gl.atomic_add(counters + slot // SPLIT, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
-                gl.store(counters + slot // SPLIT, 0)
-                total = gl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
-                for i in gl.static_range(1, SPLIT):
-                    total += gl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
-                store_result(total, None, None, bias, out, tile, token, num_tokens, N, None, M, R)
-        else:
-            store_result(total, None, None, bias, out, tile, token, num_tokens, N, None, M, R)
+        store_split(
+            total, tile * num_blocks + block, split, partials, counters, None, None, bias, out, tile, token, num_tokens, N, None, M,
+            R, SPLIT, layout,
+        )  # fmt: skip
