@@ -105,7 +105,9 @@ def test_serves_few_rows_of_one_rank(seam, device):
     assert implementation.unsupported(replace(needs, dtype="float64"))
     assert implementation.unsupported(replace(needs, linear=replace(needs.linear, weight_format="fp8")))
     if seam != "linear":
-        assert implementation.unsupported(replace(needs, tp_size=2)) == ["inputs that are partial over ranks"]
+        assert implementation.unsupported(replace(needs, tp_size=2)) == [
+            "tp_size 2: the sum over ranks is `add_norm`'s"
+        ]
     if seam == "add_norm_gated_linear":
         assert implementation.unsupported(replace(needs, activation="relu")) == ["activation 'relu'"]
 

@@ -13,13 +13,13 @@ from pelton.ops.selector import OpSelector
 from pelton_backends.reference.ops import ReferenceAddNormGatedLinear, ReferenceAddNormLinear
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.large_batch import (
-    MAX_HIDDEN_SIZE,
     LargeBatchAddNormGatedLinear,
     LargeBatchAddNormLinear,
     LargeBatchLinear,
     add_norm,
     gated,
 )
+from pelton_backends.triton.ops.linear.refusals import MAX_HIDDEN_SIZE
 from pelton_backends.triton.plugin import pelton_ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

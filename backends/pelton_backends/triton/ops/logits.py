@@ -24,6 +24,7 @@ from pelton_backends.triton.ops.linear.gemv_kernels import (
     store_rows,
 )
 from pelton_backends.triton.ops.linear.hopper_vocab import VocabProduct, most_vocab_rows
+from pelton_backends.triton.ops.linear.refusals import logits_refusals
 from pelton_backends.triton.ops.pieces import empty_rows
 from pelton_backends.triton.ops.sampling.best import NO_KEY, leave_best
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
@@ -152,14 +153,7 @@ class TritonAddNormLogits:
 
     @staticmethod
     def unsupported(needs: AddNormLogitsNeeds) -> list[str]:
-        reasons = []
-        if needs.linear.weight_format != "plain":
-            reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
-        if needs.dtype not in DTYPES:
-            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        if needs.tp_size > 1:
-            reasons.append("a vocabulary split over ranks")
-        return reasons
+        return logits_refusals(needs, ("plain",), DTYPES)
 
     @staticmethod
     def bind(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> AddNormLogits:

@@ -27,6 +27,7 @@ from pelton_backends.triton.ops.linear.coded_kernels import (
     one_coded_row_kernel,
 )
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
+from pelton_backends.triton.ops.linear.refusals import dtype_refusals, format_refusals
 from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
 
 if TYPE_CHECKING:
@@ -168,10 +169,7 @@ class CodedLinear:
 
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
-        weight_format, reasons = needs.linear.weight_format, []
-        if weight_format not in FORMATS:
-            reasons.append(f"weight format {weight_format!r}, only {', '.join(FORMATS)}")
-        return reasons if needs.dtype in DTYPES else [*reasons, f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
+        return format_refusals(needs.linear.weight_format, FORMATS) + dtype_refusals(needs.dtype, DTYPES)
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:

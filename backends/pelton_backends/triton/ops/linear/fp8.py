@@ -32,9 +32,10 @@ from pelton_backends.triton.ops.linear.fp8_one_row import OneRowProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES
 from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct, choose_e4m3_tiling
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
-from pelton_backends.triton.ops.linear.large_batch import MAX_HIDDEN_SIZE, add_norm_row, gated
+from pelton_backends.triton.ops.linear.large_batch import add_norm_row, gated
+from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
-from pelton_backends.triton.ops.pieces import ACTIVATIONS, Norm, e4m3_scale, empty_rows, to_cache
+from pelton_backends.triton.ops.pieces import Norm, e4m3_scale, empty_rows, to_cache
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -269,21 +270,11 @@ class _Fp8Matrix:
 
 
 def _refusals(needs: Any) -> list[str]:
-    reasons, linear = [], needs.linear
-    if linear.weight_format != FORMAT:
-        reasons.append(f"weight format {linear.weight_format!r}, only {FORMAT!r}")
+    reasons, linear = product_refusals(needs, (FORMAT,), DTYPES), needs.linear
     if linear.inputs is None or linear.inputs.dtype != "float8_e4m3fn":
         reasons.append("inputs that are not rounded to float8_e4m3fn")
-    if needs.dtype not in DTYPES:
-        reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
     if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
         reasons.append(f"{linear.out_features} x {linear.in_features} numbers, only multiples of {MULTIPLE}")
-    if getattr(needs, "tp_size", 1) > 1:
-        reasons.append(f"tp_size {needs.tp_size}: the sum over ranks is `add_norm`'s")
-    if hasattr(needs, "norm") and needs.norm.size > MAX_HIDDEN_SIZE:
-        reasons.append(f"hidden size {needs.norm.size}, at most {MAX_HIDDEN_SIZE}")
-    if hasattr(needs, "activation") and needs.activation not in ACTIVATIONS:
-        reasons.append(f"activation {needs.activation!r}")
     return reasons
 
 

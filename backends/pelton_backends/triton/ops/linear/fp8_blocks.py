@@ -17,6 +17,7 @@ import triton.language as tl
 from pelton.ops.interface import Linear, LinearNeeds, LinearTensors
 from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
+from pelton_backends.triton.ops.linear.refusals import dtype_refusals, format_refusals
 from pelton_backends.triton.ops.moe.packed import _product_e4m3, _row_sums, decode_kernel
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
@@ -78,12 +79,7 @@ class Fp8BlocksLinear:
 
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
-        linear, reasons = needs.linear, []
-        if linear.weight_format != FORMAT:
-            reasons.append(f"weight format {linear.weight_format!r}, only {FORMAT!r}")
-        if needs.dtype not in DTYPES:
-            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        return reasons
+        return format_refusals(needs.linear.weight_format, (FORMAT,)) + dtype_refusals(needs.dtype, DTYPES)
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:

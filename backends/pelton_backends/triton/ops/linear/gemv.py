@@ -31,7 +31,7 @@ from pelton_backends.triton.ops.linear.gemv_kernels import (
     add_norm_linear_kernel,
     linear_kernel,
 )
-from pelton_backends.triton.ops.pieces import ACTIVATIONS
+from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
 if TYPE_CHECKING:
@@ -159,14 +159,7 @@ class _AddNorm:
 
 
 def refusals(needs: Any) -> list[str]:
-    reasons = []
-    if needs.linear.weight_format != "plain":
-        reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
-    if needs.dtype not in DTYPES:
-        reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-    if getattr(needs, "tp_size", 1) > 1:
-        reasons.append("inputs that are partial over ranks")
-    return reasons
+    return product_refusals(needs, ("plain",), DTYPES, max_hidden_size=None)
 
 
 class GemvAddNormLinear:
@@ -194,8 +187,7 @@ class GemvAddNormGatedLinear:
 
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
-        known = needs.activation in ACTIVATIONS
-        return refusals(needs) + ([] if known else [f"activation {needs.activation!r}"])
+        return refusals(needs)
 
     @staticmethod
     def token_range(needs: AddNormGatedLinearNeeds) -> tuple[int, int | None]:

@@ -35,8 +35,8 @@ from pelton_backends.triton.ops.linear.grouped_kernels import (
     one_row_add_norm_kernel,
     one_row_kernel,
 )
-from pelton_backends.triton.ops.linear.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
-from pelton_backends.triton.ops.pieces import ACTIVATIONS
+from pelton_backends.triton.ops.linear.large_batch import add_norm, gated
+from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
 
 if TYPE_CHECKING:
@@ -209,18 +209,7 @@ class GroupedMatrix:
 
 
 def _refusals(needs: Any) -> list[str]:
-    reasons, linear = [], needs.linear
-    if linear.weight_format not in FORMATS:
-        reasons.append(f"weight format {linear.weight_format!r}, only {', '.join(FORMATS)}")
-    if needs.dtype not in DTYPES:
-        reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-    if getattr(needs, "tp_size", 1) > 1:
-        reasons.append(f"tp_size {needs.tp_size}: the sum over ranks is `add_norm`'s")
-    if hasattr(needs, "norm") and needs.norm.size > MAX_HIDDEN_SIZE:
-        reasons.append(f"hidden size {needs.norm.size}, at most {MAX_HIDDEN_SIZE}")
-    if hasattr(needs, "activation") and needs.activation not in ACTIVATIONS:
-        reasons.append(f"activation {needs.activation!r}")
-    return reasons
+    return product_refusals(needs, FORMATS, DTYPES)
 
 
 class GroupedLinear:

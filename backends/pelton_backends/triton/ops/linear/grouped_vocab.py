@@ -20,6 +20,7 @@ from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.grouped import DTYPES, FORMATS, MAX_TOKENS, GroupedMatrix
 from pelton_backends.triton.ops.linear.grouped_kernels import scale_of
+from pelton_backends.triton.ops.linear.refusals import logits_refusals
 from pelton_backends.triton.ops.logits import RowNorms
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
@@ -98,12 +99,7 @@ class GroupedAddNormLogits:
 
     @staticmethod
     def unsupported(needs: AddNormLogitsNeeds) -> list[str]:
-        reasons = [] if needs.dtype in DTYPES else [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
-        if needs.linear.weight_format not in FORMATS:
-            reasons.append(f"weight format {needs.linear.weight_format!r}, only {', '.join(FORMATS)}")
-        if needs.tp_size > 1:
-            reasons.append("a vocabulary split over ranks")
-        return reasons
+        return logits_refusals(needs, FORMATS, DTYPES)
 
     @staticmethod
     def bind(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> AddNormLogits:

@@ -37,13 +37,13 @@ from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
 from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
-from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows, normed
+from pelton_backends.triton.ops.linear.refusals import product_refusals, row_refusals
+from pelton_backends.triton.ops.pieces import activated, empty_rows, normed
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_HIDDEN_SIZE = 16384  # a row is held in the registers of one program
 # `hopper_matmul` is faster than cuBLAS, with an activation than cuBLAS and `gated`, where its tiles keep the multiprocessors
 # busy (`share_of_work`): see there.
 MIN_ROWS = 1024
@@ -197,24 +197,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def _refusals(needs: Any) -> list[str]:
-    reasons = _row_refusals(needs)
-    if needs.linear.weight_format != "plain":
-        reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
-    if getattr(needs, "tp_size", 1) > 1:
-        reasons.append(f"tp_size {needs.tp_size}: the sum over ranks is `add_norm`'s")
-    return reasons
-
-
-def _row_refusals(needs: Any) -> list[str]:
-    """Return the refusals of what is done to rows before and behind the product."""
-    reasons = []
-    if needs.dtype not in DTYPES:
-        reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-    if hasattr(needs, "norm") and needs.norm.size > MAX_HIDDEN_SIZE:
-        reasons.append(f"hidden size {needs.norm.size}, at most {MAX_HIDDEN_SIZE}")
-    if hasattr(needs, "activation") and needs.activation not in ACTIVATIONS:
-        reasons.append(f"activation {needs.activation!r}")
-    return reasons
+    return product_refusals(needs, ("plain",), DTYPES)
 
 
 def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
@@ -246,7 +229,7 @@ class TritonAddNorm:
 
     @staticmethod
     def unsupported(needs: AddNormNeeds) -> list[str]:
-        return _row_refusals(needs)
+        return row_refusals(needs, DTYPES)
 
     @staticmethod
     def bind(needs: AddNormNeeds, tensors: AddNormTensors) -> AddNorm:
@@ -271,7 +254,7 @@ class TritonAddNorm:
 class TritonGated:
     @staticmethod
     def unsupported(needs: GatedNeeds) -> list[str]:
-        return _row_refusals(needs)
+        return row_refusals(needs, DTYPES)
 
     @staticmethod
     def bind(needs: GatedNeeds, tensors: GatedTensors) -> Gated:

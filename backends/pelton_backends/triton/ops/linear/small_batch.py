@@ -28,9 +28,10 @@ from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES
 from pelton_backends.triton.ops.linear.hopper_mid_batch import SMALL_MATRIX, MidBatchProduct, choose_mid_batch_tiling
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
-from pelton_backends.triton.ops.linear.large_batch import MAX_HIDDEN_SIZE, add_norm, gated
+from pelton_backends.triton.ops.linear.large_batch import add_norm, gated
+from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
-from pelton_backends.triton.ops.pieces import ACTIVATIONS, empty_rows
+from pelton_backends.triton.ops.pieces import empty_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,22 +39,11 @@ if TYPE_CHECKING:
 MIN_TOKENS = 1
 MAX_TOKENS = 256
 MAX_TOKENS_OF_LARGE = 128
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16")  # of float32 tensor cores would round the inputs
 
 
 def refusals(needs: Any) -> list[str]:
-    reasons = []
-    if needs.dtype not in DTYPES:
-        reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}: tensor cores would round float32's inputs")
-    if needs.linear.weight_format != "plain":
-        reasons.append(f"weight format {needs.linear.weight_format!r}, only 'plain'")
-    if getattr(needs, "tp_size", 1) > 1:
-        reasons.append(f"tp_size {needs.tp_size}: the sum over ranks is not fused")
-    if hasattr(needs, "norm") and needs.norm.size > MAX_HIDDEN_SIZE:
-        reasons.append(f"hidden size {needs.norm.size}, at most {MAX_HIDDEN_SIZE}")
-    if hasattr(needs, "activation") and needs.activation not in ACTIVATIONS:
-        reasons.append(f"activation {needs.activation!r}")
-    return reasons
+    return product_refusals(needs, ("plain",), DTYPES)
 
 
 def _token_range(needs: Any) -> tuple[int, int | None]:
