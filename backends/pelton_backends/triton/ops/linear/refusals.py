@@ -1,4 +1,4 @@
-"""What products refuse: weight formats, dtypes, sizes and ranks that their kernels do not take."""
+"""Refusals of products: weight formats, dtypes, sizes and ranks that their kernels do not take."""
 
 from __future__ import annotations
 
