@@ -76,6 +76,8 @@ def test_engines_come_and_leave_and_every_request_ends_whole(server: Serving) ->
     reply = scaled(server, 3)
     assert (reply.status_code, reply.json()) == (200, {"message": "Scaled to 3 data parallel engines"})
     assert len(server.children(ENGINE)) == 3
+    told = httpx.get(server.url + "/server_info", timeout=60).json()["engine_config"]["parallel"]
+    assert told["data_parallel_size"] == 3
     assert eventually(lambda: ups(server) == {"0": 1, "1": 1, "2": 1})
     found = first + streams_in(server, 3, len(first))
     leaving = threading.Thread(target=lambda: replies.append(scaled(server, 1, drain_timeout=240)), daemon=True)

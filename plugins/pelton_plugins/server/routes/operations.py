@@ -66,7 +66,7 @@ def routes(state: ServerState) -> list[Any]:
     @get("/server_info", opt=api(None, ServerInfo))
     async def server_info() -> Response[bytes]:
         """Settings of the server and of its engine, and what the engine found when it started; no keys."""
-        return _json(server_info_of(state))
+        return _json(await server_info_of(state))
 
     @get("/metrics", opt=PLAIN)
     async def metrics() -> Response[bytes]:
