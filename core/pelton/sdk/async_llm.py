@@ -20,7 +20,7 @@ from pelton.engine.client import EngineClient, EngineStarter, start_engines, sta
 from pelton.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OnText, OutputQueue
-from pelton.errors import EngineDeadError, EngineError, PeltonError, error_from_info
+from pelton.errors import DeadlineExceededError, EngineDeadError, EngineError, PeltonError, error_from_info
 from pelton.logging import get_logger
 from pelton.lora.registry import AdapterRegistry
 from pelton.lora.request import LoRARequest
@@ -30,10 +30,10 @@ from pelton.messages.request import PoolingParams
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import SchedulerStats
 from pelton.outputs import RequestOutput
-from pelton.sampling_params import SamplingParams
+from pelton.sampling_params import BeamSearchParams, SamplingParams
 from pelton.sdk.async_adapters import AsyncAdapters
 from pelton.sdk.async_pooling import AsyncPooling, deadline_of, get_until
-from pelton.sdk.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from pelton.sdk.beam_search import BeamSearch, BeamSearchOutput
 from pelton.sdk.front_end import FrontEnd
 from pelton.sdk.supervisor import MAX_RESTARTS, Supervisor
 from pelton.utils import garbage
@@ -202,8 +202,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, **arguments: Any
     ) -> BeamSearchOutput:
         """The likeliest continuations of a prompt. arguments: as `generate` has them. Raises as `generate`."""
-        own_id, step_params = request_id or uuid.uuid4().hex, params.step_params()
-        ids = self.input_processor.process(own_id, prompt, step_params).prompt_token_ids
+        own_id, step_params, limit_s = request_id or uuid.uuid4().hex, params.step_params(), arguments.get("timeout_s")
+        ids = self.input_processor.process(own_id, prompt, step_params, timeout_s=limit_s).prompt_token_ids
         search = BeamSearch(ids, params, self.model.eos_token_ids, self.input_processor.max_model_len)
 
         async def last(number: int, tokens: list[int]) -> RequestOutput:
@@ -213,10 +213,14 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
                 return [output async for output in found][-1]
 
         step = 0
+        until = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
         while search.live:
             tasks = [asyncio.create_task(last(step + i, beam.tokens)) for i, beam in enumerate(search.live)]
             try:
-                search.take(await asyncio.gather(*tasks))
+                async with asyncio.timeout_at(until):
+                    search.take(await asyncio.gather(*tasks))
+            except TimeoutError:
+                raise DeadlineExceededError(f"The request's time limit of {limit_s} s passed.") from None
             finally:
                 for task in tasks:
                     task.cancel()
