@@ -163,6 +163,23 @@ def test_bad_chats(shared, fields, status, param):
 
 
 @pytest.mark.parametrize(
+    "path, fields, param, values",
+    [
+        (CHAT, {"messages": [{"role": "x"}]}, "body.messages[0].role", "assistant, developer, function, system, tool, user"),
+        (CHAT, {"tool_choice": "maybe"}, "body.tool_choice", "auto, none, required"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "body.tools[0].type", "custom, function"),
+        (CHAT, {"response_format": {"type": "xml"}}, "body.response_format.type", "json_object, json_schema, structural_tag, text"),
+        ("/v1/responses", {"tools": [{"type": "web_search"}]}, "body.tools[0].type", "function, custom"),
+        ("/v1/responses", {"input": [{"role": "x", "content": "a"}]}, "input[0].role", "assistant, developer, function, system, tool, user"),
+    ],
+)  # fmt: skip
+def test_of_a_field_with_few_values_the_error_names_them(shared, path, fields, param, values):
+    reply = shared.post(path, {"messages": HI, "input": "a", **fields})
+    error = check(reply, 400, "BadRequestError", param)
+    assert f"; use one of {values}" in error["message"]
+
+
+@pytest.mark.parametrize(
     "path, fields, param, expected",
     [
         (CHAT, {"logprobs": True, "top_logprobs": 7}, "logprobs", "top_logprobs"),

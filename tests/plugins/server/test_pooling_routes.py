@@ -228,6 +228,17 @@ async def test_bad_embedding_requests(encoder, running):
             ({"input": ["a"] * 3000}, "at most 2048"),
         ):
             assert message in (await refused(client, "/v1/embeddings", **body))["message"], body
+        for path, body, param in (
+            ("/v1/embeddings", {"input": ["a"] * 3000}, "input"),
+            ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+            ("/pooling", {"input": "a", "task": "x"}, "task"),
+            ("/score", {"text_1": "a", "text_2": ["b"] * 3000}, "text_2"),
+            ("/score", {"queries": ["a", ""], "items": ["b", "c"]}, "queries"),
+            ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents"),
+            ("/rerank", {"query": "", "documents": ["b"]}, "query"),
+        ):
+            error = await refused(client, path, **body)
+            assert error["param"] == param and error["message"].startswith(param), error
         assert "no task 'classify'" in (await refused(client, "/classify", input="a"))["message"]
 
 
