@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import inspect
 from litestar.types import Receive, Scope
+from msgspec import inspect
 
 from pelton import limits
 from pelton.errors import RequestError
