@@ -128,6 +128,9 @@ def test_one_in_the_background_can_be_cancelled(server, client):
     try:
         found = client.responses.create(model="fake", input="Hi", background=True, extra_body={"ignore_eos": True})
         assert found.status == "in_progress"
+        with pytest.raises(openai.BadRequestError, match="is in progress; wait for its end") as refusal:
+            client.responses.create(model="fake", input="And?", previous_response_id=found.id)
+        assert refusal.value.param == "previous_response_id"
         assert client.responses.cancel(found.id).status == "cancelled"
         assert client.responses.retrieve(found.id).status == "cancelled"
         assert server.wait_for(lambda: not server.llm.running)
