@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+SHUT_DOWN = "The engine was shut down."
 LONG_PROMPT_CHARS = 4096  # tokenized on a thread: `Tokenizer.encode` lets go of the GIL, the event loop goes on
 
 
@@ -98,6 +99,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
 
     async def start(self) -> None:
         """Start the engine; returns when it is ready. Raises what stopped it, such as `ConfigError`."""
+        if self._closed:
+            raise EngineDeadError(f"{SHUT_DOWN} Make another one.")
         if self._client is not None:
             return
         began = time.monotonic()
@@ -149,7 +152,7 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        self._fail_all(EngineDeadError("The engine was shut down."), SchedulerStats())
+        self._fail_all(EngineDeadError(SHUT_DOWN), SchedulerStats())
         if self._client is not None:
             self._client.shutdown(timeout_s)
         self.stat_loggers.log()
@@ -282,7 +285,7 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
             error.status = 503
             raise error
         if self._client is None or self._closed:
-            raise EngineDeadError("The engine is not started; await start() first.")
+            raise EngineDeadError(SHUT_DOWN if self._closed else "The engine is not started; await start() first.")
         if self._down is not None:
             error_503 = EngineDeadError(f"{self._down} New requests are refused until it is back.")
             error_503.status = 503
@@ -334,7 +337,7 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
     def health_reason(self) -> str | None:
         """Why new requests are refused; None when all is well."""
         if self._closed:
-            return "The engine was shut down."
+            return SHUT_DOWN
         if self._client is None:
             return "The engine is not started."
         error = self._down or self._client.error
