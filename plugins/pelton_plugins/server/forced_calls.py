@@ -24,7 +24,7 @@ def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | 
                 return StructuredOutputsParams(grammar=grammar.definition)
             return StructuredOutputsParams(regex=grammar.definition)
         (function,) = Offer(tools=[offer.named]).functions()
-        return StructuredOutputsParams(json=function.get("parameters") or _OBJECT, disable_any_whitespace=True)
+        return StructuredOutputsParams(json=_parameters(function), disable_any_whitespace=True)
     if offer.kind != "required":
         return None
     functions = offer.functions()
@@ -33,7 +33,7 @@ def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | 
     definitions: dict[str, Any] = {}
     calls = []
     for index, function in enumerate(functions):
-        schema = _with_own_definitions(function.get("parameters") or _OBJECT, f"tool{index}_", definitions)
+        schema = _with_own_definitions(_parameters(function), f"tool{index}_", definitions)
         calls.append(
             {
                 "type": "object",
@@ -48,7 +48,25 @@ def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | 
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
 
 
-_OBJECT = {"type": "object"}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_OF_OTHER_PROPERTIES = frozenset(
+    "additionalProperties unevaluatedProperties patternProperties propertyNames minProperties dependencies dependentRequired "
+    "dependentSchemas allOf anyOf oneOf not if then else $ref $dynamicRef $recursiveRef".split()
+)
+"""Keywords by which an object may have, or need, properties that `properties` does not name."""
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of the arguments: those that it names, where it says nothing of others. A model that is made to write JSON may write
+    others for long, and no function takes them. A function without parameters has no arguments."""
+    schema: Mapping[str, Any] = function.get("parameters") or _NO_ARGUMENTS
+    named = schema.get("properties")
+    if not isinstance(named, Mapping) or _OF_OTHER_PROPERTIES & schema.keys():
+        return schema
+    required = schema.get("required", ())
+    if not isinstance(required, Sequence) or any(name not in named for name in required):
+        return schema
+    return {**schema, "additionalProperties": False}
 
 
 def grammar_of(tool: Tool) -> GrammarDefinition | None:
@@ -69,7 +87,7 @@ def _tag(functions: Sequence[Mapping[str, Any]], is_parallel: bool) -> dict[str,
         if "grammar" in function:
             held = {"type": "json_text", "grammar": function["grammar"], "name": f"The grammar of {function['name']}"}
             return sequence(text(f'{{"{ARGUMENT}":'), held, text("}"))
-        return {"type": "json_schema", "json_schema": function.get("parameters") or _OBJECT, "name": name}
+        return {"type": "json_schema", "json_schema": _parameters(function), "name": name}
 
     calls = [
         sequence(
