@@ -15,8 +15,7 @@ from pelton_plugins.server.tools import Offer, Tool
 def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | None:
     """Return what a forced call's text has to be: the arguments of a named tool, or a list of calls. None: nothing is forced.
 
-    The text of a named tool whose input keeps to a grammar is that input. No whitespace: a model that is made to write JSON may write
-    nothing else for long.
+    The text of a named tool whose input keeps to a grammar is that input.
     """
     if offer.named is not None:
         if (grammar := grammar_of(offer.named)) is not None:
@@ -24,12 +23,12 @@ def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | 
                 return StructuredOutputsParams(grammar=grammar.definition)
             return StructuredOutputsParams(regex=grammar.definition)
         (function,) = Offer(tools=[offer.named]).functions()
-        return StructuredOutputsParams(json=_parameters(function), disable_any_whitespace=True)
+        return StructuredOutputsParams(json=_parameters(function), **_TIGHT)
     if offer.kind != "required":
         return None
     functions = offer.functions()
     if any("grammar" in function for function in functions):
-        return StructuredOutputsParams(structural_tag=_tag(functions, is_parallel), disable_any_whitespace=True)
+        return StructuredOutputsParams(structural_tag=_tag(functions, is_parallel), **_TIGHT)
     definitions: dict[str, Any] = {}
     calls = []
     for index, function in enumerate(functions):
@@ -45,28 +44,17 @@ def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | 
     most = {} if is_parallel else {"maxItems": 1}
     found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
     schema = found | ({"$defs": definitions} if definitions else {})
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    return StructuredOutputsParams(json=schema, **_TIGHT)
 
 
+_TIGHT: dict[str, Any] = {"disable_any_whitespace": True, "disable_additional_properties": True}
+"""A model that is made to write JSON may write whitespace, or arguments that nobody named, to the end."""
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_OF_OTHER_PROPERTIES = frozenset(
-    "additionalProperties unevaluatedProperties patternProperties propertyNames minProperties dependencies dependentRequired "
-    "dependentSchemas allOf anyOf oneOf not if then else $ref $dynamicRef $recursiveRef".split()
-)
-"""Keywords by which an object may have, or need, properties that `properties` does not name."""
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of the arguments: those that it names, where it says nothing of others. A model that is made to write JSON may write
-    others for long, and no function takes them. A function without parameters has no arguments."""
-    schema: Mapping[str, Any] = function.get("parameters") or _NO_ARGUMENTS
-    named = schema.get("properties")
-    if not isinstance(named, Mapping) or _OF_OTHER_PROPERTIES & schema.keys():
-        return schema
-    required = schema.get("required", ())
-    if not isinstance(required, Sequence) or any(name not in named for name in required):
-        return schema
-    return {**schema, "additionalProperties": False}
+    """The schema of the arguments; a function without parameters has none."""
+    return function.get("parameters") or _NO_ARGUMENTS
 
 
 def grammar_of(tool: Tool) -> GrammarDefinition | None:
