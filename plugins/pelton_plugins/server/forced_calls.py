@@ -52,9 +52,10 @@ _TIGHT: dict[str, Any] = {"disable_any_whitespace": True, "disable_additional_pr
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of the arguments; a function without parameters has none."""
-    return function.get("parameters") or _NO_ARGUMENTS
+    found: dict[str, Any] = function.get("parameters") or _NO_ARGUMENTS
+    return found
 
 
 def grammar_of(tool: Tool) -> GrammarDefinition | None:

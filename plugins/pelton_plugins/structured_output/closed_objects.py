@@ -37,7 +37,7 @@ def closed(root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _stands_alone(schema: Mapping[str, Any]) -> bool:
-    """Whether no other schema says together with this one, or with its own alternatives, what a value is."""
+    """Return whether this schema says alone what a value is: not together with others, or with alternatives of its own."""
     combining = _COMBINING & schema.keys()
     if not combining:
         return True
