@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from pelton.lora.request import LoRARequest
     from pelton.messages.request import PoolingParams
     from pelton.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
-    from pelton.sampling_params import SamplingParams
+    from pelton.sampling_params import BeamSearchParams, SamplingParams
     from pelton.sdk.async_llm import AsyncLLM
-    from pelton.sdk.beam_search import BeamSearchParams
     from pelton.sdk.llm import LLM
     from pelton.sdk.llm_engine import LLMEngine
 
@@ -32,7 +31,7 @@ _HOME = {
     "AsyncLLM": "pelton.sdk.async_llm",
     "EngineConfig": "pelton.config",
     "SamplingParams": "pelton.sampling_params",
-    "BeamSearchParams": "pelton.sdk.beam_search",
+    "BeamSearchParams": "pelton.sampling_params",
     "LoRARequest": "pelton.lora.request",
     "RequestOutput": "pelton.outputs",
     "CompletionOutput": "pelton.outputs",

@@ -41,5 +41,5 @@ MAX_ABS_PROMPT_EMBEDS = 1e4  # each of their numbers, either sign
 MAX_TENSOR_DIMENSIONS = 8  # of a tensor's shape
 MAX_ADAPTER_NAME_CHARS = 256  # `adapter.name`
 MAX_ADAPTER_PATH_CHARS = 4096  # `adapter.path`
-MAX_POOLING_DIMENSIONS = 65_536  # `pooling_params.dimensions`
+MAX_POOLING_DIMENSIONS = 65_536  # `dimensions` of a vector
 MAX_IPC_MESSAGE_BYTES = 256 * 2**20  # one message between API and engine process

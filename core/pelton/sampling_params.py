@@ -221,6 +221,27 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 _number("logit_bias", bias, -100.0, 100.0)
 
 
+class BeamSearchParams(msgspec.Struct, kw_only=True):
+    """vLLM's names. A beam's score is the sum of its logprobs over its length to the power of `length_penalty`; they are those of
+    the model's own distribution, whatever `temperature` says."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1, limits.MAX_N)
+        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+
+    def step_params(self) -> SamplingParams:
+        """Sampling parameters that give a beam's likeliest continuations: two for each beam, as each may end with one."""
+        final, most = RequestOutputKind.FINAL_ONLY, 2 * self.beam_width
+        return SamplingParams(max_tokens=1, temperature=0.0, logprobs=most, ignore_eos=True, output_kind=final)
+
+
 _BOOL, _NONE = (bool, "true or false"), type(None)
 _TYPES: dict[str, tuple[Any, str]] = {
     "include_stop_str_in_output": _BOOL,

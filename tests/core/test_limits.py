@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, Callable[[int], object]]] = {
     "MAX_TENSOR_DIMENSIONS": ("shape", lambda size: TensorData(b"x", "uint8", (1,) * size)),
     "MAX_ADAPTER_NAME_CHARS": ("adapter.name", lambda size: AdapterRef(id=1, name="x" * size)),
     "MAX_ADAPTER_PATH_CHARS": ("adapter.path", lambda size: AdapterRef(id=1, name="x", path="x" * size)),
-    "MAX_POOLING_DIMENSIONS": ("pooling_params.dimensions", lambda size: PoolingParams(dimensions=size)),
+    "MAX_POOLING_DIMENSIONS": ("dimensions", lambda size: PoolingParams(dimensions=size)),
 }
 ELSEWHERE = {
     # limit: folder of the tests that go over it

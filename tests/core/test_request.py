@@ -78,7 +78,7 @@ def test_what_the_workers_get_and_give_is_plain_data_too():
             "from 1 to 2147483647",
         ),
         (lambda: AdapterRef(id=0, name="x"), "adapter.id", "value=0"),
-        (lambda: PoolingParams(task="pool"), "pooling_params.task", "one of embed, classify, score"),
+        (lambda: PoolingParams(task="pool"), "task", "one of embed, classify, score"),
         (lambda: request(4, multi_modal_items=[ITEM]), "multi_modal_items.offset", "tokens 2 to 5"),
         (lambda: request(9, multi_modal_items=[ITEM, ITEM]), "multi_modal_items.offset", "the next may begin at 5"),
         (lambda: request(prompt_embeds=PIXELS), "prompt_embeds", "float16 [3, 4]; expected [8, hidden size]"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 
 import pytest
 
 from pelton import LLM, AsyncLLM, BeamSearchParams
-from pelton.errors import RequestError
+from pelton.errors import DeadlineExceededError, RequestError
 from pelton.outputs import CompletionOutput, Logprob, RequestOutput
 from pelton.sdk.beam_search import BeamSearch
 from pelton.testing.models import make_tiny_checkpoint
@@ -100,3 +102,35 @@ def test_an_ended_beam_waits_for_longer_ones_and_is_scored_by_its_length():
 def test_bad_parameters_are_named(field, value):
     with pytest.raises(RequestError, match=field):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 2, field: value})
+
+
+def test_vllms_import_of_the_parameters():
+    from pelton.sampling_params import BeamSearchParams as at_vllms_place
+
+    assert at_vllms_place is BeamSearchParams
+
+
+def test_tokens_of_a_beams_logprobs_have_their_texts(settings):
+    with LLM(**settings) as llm:
+        (output,) = llm.beam_search([[5, 6, 7]], BeamSearchParams(beam_width=2, max_tokens=2, ignore_eos=True))
+        tokenizer = llm.get_tokenizer()
+        for beam in output.sequences:
+            assert len(beam.logprobs) == 2
+            for row in beam.logprobs:
+                assert {token: one.decoded_token for token, one in row.items()} == {
+                    token: tokenizer.token_text(token) for token in row
+                }
+
+
+async def test_the_time_limit_is_that_of_all_steps_together(settings):
+    async with AsyncLLM.from_flat(**settings) as llm:
+        long = BeamSearchParams(beam_width=4, max_tokens=400, ignore_eos=True)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match=r"time limit of 0\.1 s"):
+            await llm.beam_search([5, 6, 7], long, timeout_s=0.1)
+        assert time.monotonic() - began < 5  # 400 steps take longer
+        with pytest.raises(RequestError, match="timeout_s must be a number of seconds"):
+            await llm.beam_search([5, 6, 7], long, timeout_s=-1.0)
+        while llm.num_unfinished_requests:
+            await asyncio.sleep(0.01)
+        assert len((await llm.beam_search([5, 6, 7], PARAMS)).sequences) == 3

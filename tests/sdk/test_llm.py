@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,6 +191,16 @@ def test_an_interrupt_leaves_nothing_running(make: Make, monkeypatch: pytest.Mon
     assert not llm.llm_engine.has_unfinished_requests()
     assert generate(llm, "abc") == expected
     assert llm.kv_cache_usage() == 0.0
+
+
+def test_calls_of_several_threads_take_turns(make: Make) -> None:
+    llm = make()
+    prompts = [[index + 1, index + 2] for index in range(8)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    alone = [generate(llm, [prompt], params) for prompt in prompts]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(lambda prompt: generate(llm, [prompt], params), prompts))
+    assert together == alone
 
 
 def test_a_full_queue_takes_nothing(make: Make) -> None:

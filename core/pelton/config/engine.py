@@ -171,7 +171,8 @@ def convert_struct(struct: type[msgspec.Struct], values: Mapping[str, Any], *, p
         message, _, path = str(error).partition(" - at ")
         field = path.strip("`").removeprefix("$.").split("[")[0].split(".")[0]
         example = getattr(found := example_value(struct, field), "value", found)
-        raise ConfigError(f"{prefix}{field} is {values.get(field)!r}: {message}. Example: {example!r}.") from None
+        shown = "not told here" if "api_key" in field else repr(values.get(field))
+        raise ConfigError(f"{prefix}{field} is {shown}: {message}. Example: {example!r}.") from None
 
 
 def example_value(struct: type[msgspec.Struct], field: str) -> Any:

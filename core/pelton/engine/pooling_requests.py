@@ -30,7 +30,7 @@ def check_pooling_params(params: PoolingParams | None, model: ResolvedModel) -> 
     if params.task not in spec.tasks:
         raise NotSupportedError(
             f"This model has no task {params.task!r}; it is run for {', '.join(spec.tasks)}.",
-            param="pooling_params.task",
+            param="task",
         )
     if params.dimensions is not None:
         _check_dimensions(params, spec, vector_size(model))

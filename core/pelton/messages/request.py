@@ -15,7 +15,7 @@ import msgspec
 
 from pelton import limits
 from pelton.errors import RequestError
-from pelton.sampling_params import SamplingParams
+from pelton.sampling_params import SamplingParams, _integer
 
 DTYPE_BYTES = {
     "bool": 1,
@@ -137,23 +137,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def __post_init__(self) -> None:
         if self.task not in POOLING_TASKS:
-            raise RequestError(
-                f"pooling_params.task must be one of {', '.join(POOLING_TASKS)}",
-                param="pooling_params.task",
-                value=self.task,
-            )
-        if self.dimensions is not None and not 1 <= self.dimensions <= limits.MAX_POOLING_DIMENSIONS:
-            raise RequestError(
-                f"pooling_params.dimensions must be an integer from 1 to {limits.MAX_POOLING_DIMENSIONS}",
-                param="pooling_params.dimensions",
-                value=self.dimensions,
-            )
-        if self.second_text_start is not None and not 0 <= self.second_text_start < 2**31:
-            raise RequestError(
-                f"pooling_params.second_text_start must be an integer from 0 to {2**31 - 1}",
-                param="pooling_params.second_text_start",
-                value=self.second_text_start,
-            )
+            raise RequestError(f"task must be one of {', '.join(POOLING_TASKS)}", param="task", value=self.task)
+        if self.dimensions is not None:
+            _integer("dimensions", self.dimensions, 1, limits.MAX_POOLING_DIMENSIONS)
+        if self.second_text_start is not None:
+            _integer("second_text_start", self.second_text_start, 0, 2**31 - 1)
 
     def asked(self) -> tuple[str, int | None, bool | None]:
         """Return what is to be made of a prompt's hidden states: equal for requests that can be made together."""

@@ -20,7 +20,7 @@ from pelton.engine.client import EngineClient, EngineStarter, start_engines, sta
 from pelton.engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pelton.engine.output_processor import OutputProcessor
 from pelton.engine.output_queue import OnText, OutputQueue
-from pelton.errors import EngineDeadError, EngineError, PeltonError, error_from_info
+from pelton.errors import DeadlineExceededError, EngineDeadError, EngineError, PeltonError, error_from_info
 from pelton.logging import get_logger
 from pelton.lora.registry import AdapterRegistry
 from pelton.lora.request import LoRARequest
@@ -30,10 +30,10 @@ from pelton.messages.request import PoolingParams
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.stats import SchedulerStats
 from pelton.outputs import RequestOutput
-from pelton.sampling_params import SamplingParams
+from pelton.sampling_params import BeamSearchParams, SamplingParams
 from pelton.sdk.async_adapters import AsyncAdapters
 from pelton.sdk.async_pooling import AsyncPooling, deadline_of, get_until
-from pelton.sdk.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from pelton.sdk.beam_search import BeamSearch, BeamSearchOutput
 from pelton.sdk.front_end import FrontEnd
 from pelton.sdk.supervisor import MAX_RESTARTS, Supervisor
 from pelton.utils import garbage
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+SHUT_DOWN = "The engine was shut down."
 LONG_PROMPT_CHARS = 4096  # tokenized on a thread: `Tokenizer.encode` lets go of the GIL, the event loop goes on
 
 
@@ -98,6 +99,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
 
     async def start(self) -> None:
         """Start the engine; returns when it is ready. Raises what stopped it, such as `ConfigError`."""
+        if self._closed:
+            raise EngineDeadError(f"{SHUT_DOWN} Make another one.")
         if self._client is not None:
             return
         began = time.monotonic()
@@ -149,7 +152,7 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        self._fail_all(EngineDeadError("The engine was shut down."), SchedulerStats())
+        self._fail_all(EngineDeadError(SHUT_DOWN), SchedulerStats())
         if self._client is not None:
             self._client.shutdown(timeout_s)
         self.stat_loggers.log()
@@ -202,8 +205,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None, **arguments: Any
     ) -> BeamSearchOutput:
         """The likeliest continuations of a prompt. arguments: as `generate` has them. Raises as `generate`."""
-        own_id, step_params = request_id or uuid.uuid4().hex, params.step_params()
-        ids = self.input_processor.process(own_id, prompt, step_params).prompt_token_ids
+        own_id, step_params, limit_s = request_id or uuid.uuid4().hex, params.step_params(), arguments.get("timeout_s")
+        ids = self.input_processor.process(own_id, prompt, step_params, timeout_s=limit_s).prompt_token_ids
         search = BeamSearch(ids, params, self.model.eos_token_ids, self.input_processor.max_model_len)
 
         async def last(number: int, tokens: list[int]) -> RequestOutput:
@@ -213,10 +216,14 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
                 return [output async for output in found][-1]
 
         step = 0
+        until = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
         while search.live:
             tasks = [asyncio.create_task(last(step + i, beam.tokens)) for i, beam in enumerate(search.live)]
             try:
-                search.take(await asyncio.gather(*tasks))
+                async with asyncio.timeout_at(until):
+                    search.take(await asyncio.gather(*tasks))
+            except TimeoutError:
+                raise DeadlineExceededError(f"The request's time limit of {limit_s} s passed.") from None
             finally:
                 for task in tasks:
                     task.cancel()
@@ -278,7 +285,7 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
             error.status = 503
             raise error
         if self._client is None or self._closed:
-            raise EngineDeadError("The engine is not started; await start() first.")
+            raise EngineDeadError(SHUT_DOWN if self._closed else "The engine is not started; await start() first.")
         if self._down is not None:
             error_503 = EngineDeadError(f"{self._down} New requests are refused until it is back.")
             error_503.status = 503
@@ -330,7 +337,7 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
     def health_reason(self) -> str | None:
         """Why new requests are refused; None when all is well."""
         if self._closed:
-            return "The engine was shut down."
+            return SHUT_DOWN
         if self._client is None:
             return "The engine is not started."
         error = self._down or self._client.error

@@ -10,39 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from pelton.limits import MAX_N
 from pelton.outputs import Logprob, RequestOutput
-from pelton.sampling_params import RequestOutputKind, SamplingParams, _integer, _number
-
-
-class BeamSearchParams(msgspec.Struct, kw_only=True):
-    """vLLM's names. A beam's score is the sum of its logprobs over its length to the power of `length_penalty`; they are those of
-    the model's own distribution, whatever `temperature` says."""
-
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    length_penalty: float = 1.0
-    temperature: float = 0.0
-
-    def __post_init__(self) -> None:
-        _integer("beam_width", self.beam_width, 1, MAX_N)
-        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _number("length_penalty", self.length_penalty, -10.0, 10.0)
-
-    def step_params(self) -> SamplingParams:
-        """Sampling parameters that give a beam's likeliest continuations: two for each beam, as each may end with one."""
-        final = RequestOutputKind.FINAL_ONLY
-        return SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            logprobs=2 * self.beam_width,
-            detokenize=False,
-            ignore_eos=True,
-            output_kind=final,
-        )
+from pelton.sampling_params import BeamSearchParams
 
 
 @dataclass(slots=True)

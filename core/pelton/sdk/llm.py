@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
@@ -27,7 +28,7 @@ from pelton.outputs import (
 )
 from pelton.pooling.io_processor import DATA, NO_PROCESSOR, is_for_processor, parse
 from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, score_of
-from pelton.sampling_params import RequestOutputKind, SamplingParams
+from pelton.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from pelton.sdk.llm_engine import LLMEngine
 from pelton.sdk.progress import ProgressBar
 from pelton.sdk.prompts import as_prompts, as_several
@@ -35,7 +36,7 @@ from pelton.sdk.prompts import as_prompts, as_several
 if TYPE_CHECKING:
     from pelton.metrics.snapshot import Metric
     from pelton.plugins import Plugins
-    from pelton.sdk.beam_search import BeamSearchOutput, BeamSearchParams
+    from pelton.sdk.beam_search import BeamSearchOutput
     from pelton.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -60,7 +61,7 @@ class LLM:
                 print(output.outputs[0].text)
 
     settings: any setting of the engine by its flat name; an unknown one is a `ConfigError`. engine_process: run the
-    engine in a process of its own. One thread at a time. A server's log lines are written only when
+    engine in a process of its own. Threads may call it at once: they take turns. A server's log lines are written only when
     `log_stats_interval_s` or `disable_log_stats=False` is given; figures are counted without them.
     """
 
@@ -75,7 +76,7 @@ class LLM:
             plugins=plugins,
             explicit=explicit_names(settings),
         )
-        self._ids = itertools.count()
+        self._ids, self._turn = itertools.count(), threading.RLock()
         logger.info("ready\n%s", start_table(self.llm_engine.info, self.llm_engine.model))
 
     # -- generating --
@@ -331,26 +332,27 @@ class LLM:
         engine = self.llm_engine
         ids = [request.request_id for request in requests]
         outputs: dict[str, RequestOutput | PoolingRequestOutput[Any]] = {}
-        bar = ProgressBar(title, len(requests)) if use_tqdm and requests else None
-        try:
-            for request in requests:
-                engine.add_processed(request)
-            while engine.has_unfinished_requests():
-                finished, stats = engine.step_with_stats()
-                for output in finished:
-                    outputs[output.request_id] = output
-                    if output.error is not None:
-                        logger.warning("Request %s failed: %s", output.request_id, output.error.message)
+        with self._turn:
+            bar = ProgressBar(title, len(requests)) if use_tqdm and requests else None
+            try:
+                for request in requests:
+                    engine.add_processed(request)
+                while engine.has_unfinished_requests():
+                    finished, stats = engine.step_with_stats()
+                    for output in finished:
+                        outputs[output.request_id] = output
+                        if output.error is not None:
+                            logger.warning("Request %s failed: %s", output.request_id, output.error.message)
+                    if bar is not None:
+                        bar.update(len(finished), stats.num_prompt_tokens, stats.num_generation_tokens)
+                while engine.client.has_work:  # a step launched before the last EOS was known still holds its blocks
+                    engine.step_with_stats()
+            except BaseException:
+                engine.abort_request(ids)
+                raise
+            finally:
                 if bar is not None:
-                    bar.update(len(finished), stats.num_prompt_tokens, stats.num_generation_tokens)
-            while engine.client.has_work:  # a step launched before the last EOS was known still holds its blocks
-                engine.step_with_stats()
-        except BaseException:
-            engine.abort_request(ids)
-            raise
-        finally:
-            if bar is not None:
-                bar.close()
+                    bar.close()
         return [outputs[request_id] for request_id in ids]
 
     # -- adapters --

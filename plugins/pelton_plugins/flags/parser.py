@@ -246,6 +246,10 @@ class _Parser:
         if flag.key in self.given:
             other_value, other = self.given[flag.key]
             what = f"{flag.section}.{flag.field}" if flag.section else flag.field
+            if flag.is_list:  # its values may be keys
+                raise ConfigError(
+                    f"{other} and {spelling} both set {what}; give all values behind one, as {spelling} A B."
+                )
             raise ConfigError(f"{other} and {spelling} both set {what} ({other_value!r} and {value!r}); give it once.")
         self.given[flag.key] = (value, spelling)
 

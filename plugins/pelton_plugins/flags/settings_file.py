@@ -22,6 +22,8 @@ def read_settings_file(path: str) -> dict[str, Any]:
         found = _read_yaml(path, text) if path.endswith(YAML) else json.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(
             f"--config {path} is not valid {'TOML' if path.endswith('.toml') else 'JSON'}: {error}."

@@ -5,12 +5,13 @@ Nearly all rows of nearly all steps bring a token that ends nothing: those take 
 
 from __future__ import annotations
 
-from pelton.errors import EngineError
+from pelton.errors import EngineError, RequestError
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.kv_cache.interface import KVCacheManager
 from pelton.messages.outputs import EngineOutput, FinishReason, LogprobColumns, PackedLogprobs
 from pelton.messages.request import TensorData
 from pelton.messages.step import ModelOutput, SchedulerOutput
+from pelton.sampling.error_codes import ERROR_MESSAGES, NOTHING_ALLOWED
 from pelton.scheduler.request import RequestStatus
 from pelton_plugins.scheduler import grammars
 from pelton_plugins.scheduler.allocations import Allocations
@@ -21,6 +22,8 @@ from pelton_plugins.scheduler.request_table import RequestTable
 from pelton_plugins.scheduler.step import OpenStep
 
 FINISHED = RequestStatus.FINISHED
+ASKED_FOR = ERROR_MESSAGES[NOTHING_ALLOWED]
+"""The row error that is the request's own doing: what was computed for it is right."""
 
 
 class StepResults:
@@ -126,7 +129,7 @@ class StepResults:
     ) -> None:
         """Take in one row the long way; a request whose result is wrong ends."""
         if request.status is FINISHED:
-            if row in errors:  # its blocks were given up, and are findable
+            if errors.get(row, ASKED_FOR) != ASKED_FOR:  # its blocks were given up, and are findable
                 self._allocations.invalid.evict(request, result.step_id, 0)
             return
         try:
@@ -134,8 +137,9 @@ class StepResults:
         except Exception as error:
             request.has_valid_output = False
             # NaN may come from a block that it found: all who find that block after it would fail too.
-            self._table.stats.num_corrupted_reqs += row in errors
-            num_trusted = 0 if row in errors else request.num_found_tokens
+            is_corrupted = errors.get(row, ASKED_FOR) != ASKED_FOR
+            self._table.stats.num_corrupted_reqs += is_corrupted
+            num_trusted = 0 if is_corrupted else request.num_found_tokens
             self._allocations.invalid.evict(request, result.step_id, num_trusted)
             self._table.fail(request, error, "computing")
         else:
@@ -153,7 +157,7 @@ class StepResults:
                 request.num_tokens_with_pending -= 1 + num_draft
             return None
         if failure is not None:
-            raise EngineError(failure)
+            raise RequestError(failure) if failure == ASKED_FOR else EngineError(failure)
         if request.status is RequestStatus.RUNNING:
             if samples and not request.has_valid_output:
                 request.has_valid_output = True

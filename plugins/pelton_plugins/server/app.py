@@ -16,7 +16,7 @@ from pelton.entries import Entry
 from pelton.errors import PluginError
 from pelton.plugins import Plugins, calling
 from pelton_plugins.server.errors import describe
-from pelton_plugins.server.known_routes import why_not
+from pelton_plugins.server.known_routes import not_found, why_not
 from pelton_plugins.server.middleware import Middleware
 from pelton_plugins.server.openapi import describe_api
 from pelton_plugins.server.parsing import Parsers
@@ -44,7 +44,7 @@ def build_app(state: ServerState, plugins: Plugins) -> ASGIApp:
         request_id = str(request.scope.get("pelton_request_id", ""))
         body = describe(error, request_id, in_detail=state.config.return_errors_in_detail)
         if isinstance(error, NotFoundException):
-            body.error.message = why_not(request.url.path) or body.error.message
+            body.error.message = why_not(request.url.path) or not_found(request.url.path, methods)
         headers = {"allow": ", ".join(_allowed(methods, request.url.path))} if body.error.code == 405 else {}
         return Response(
             msgspec.json.encode(body), status_code=body.error.code, media_type="application/json", headers=headers

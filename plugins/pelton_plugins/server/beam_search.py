@@ -11,7 +11,7 @@ import msgspec
 
 from pelton.lora.request import LoRARequest
 from pelton.outputs import CompletionOutput, RequestOutput
-from pelton.sampling_params import SamplingParams
+from pelton.sampling_params import BeamSearchParams, SamplingParams
 from pelton_plugins.server.generation import Ready
 from pelton_plugins.server.prompts import Prompt, max_model_len
 from pelton_plugins.server.protocol import GenerateRequest
@@ -37,8 +37,6 @@ async def beams(
     tenant: str = "",
 ) -> AsyncGenerator[Ready, None]:
     """One output for each prompt, all at the end."""
-    from pelton.sdk.beam_search import BeamSearchParams
-
     more: dict[str, Any] = {} if lora_request is None else {"lora_request": lora_request}
     if tenant:
         more["tenant"] = tenant

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from litestar.types import Receive, Scope
+from msgspec import inspect
 
 from pelton import limits
 from pelton.errors import RequestError
@@ -26,6 +27,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH = re.compile(r"\$((?:\.\w+|\[\d+\])*)")
+_STEP = re.compile(r"\w+")
+_ONE_OF_SEVERAL = ("Invalid enum value", "Invalid value")
 
 
 class BodyBudget:
@@ -191,12 +194,12 @@ def _validation_error(body: bytes, struct: type[T], first: msgspec.ValidationErr
             except msgspec.ValidationError as error:
                 if isinstance(error.__cause__, RequestError):
                     return error.__cause__
-                message, path = _split(str(error))
+                message, path = explained(error, field.type)
                 found.append((f"body.{name}{path}", f"{message}, input: {_shown(_at(raw[name], path))}"))
             except RecursionError:
                 found.append((f"body.{name}", "nested too deeply"))
     if not found:
-        message, path = _split(str(first))
+        message, path = explained(first, struct)
         found = [(f"body{path}", message)]
     plural = "" if len(found) == 1 else "s"
     listed = "; ".join(f"{path}: {message}" for path, message in found[:MAX_ERRORS_SHOWN])
@@ -204,11 +207,34 @@ def _validation_error(body: bytes, struct: type[T], first: msgspec.ValidationErr
     return RequestError(f"{len(found)} validation error{plural}: {listed}{more}", param=found[0][0])
 
 
-def _split(message: str) -> tuple[str, str]:
-    """msgspec's "Expected ... - at `$.a[0]`" to the message and ".a[0]"."""
-    text, _, path = message.partition(" - at ")
+def explained(error: msgspec.ValidationError, kind: Any) -> tuple[str, str]:
+    """msgspec's "Expected ... - at `$.a[0]`" to the message and ".a[0]"; of a field with few values the message names them.
+
+    kind: the type that the value was to have.
+    """
+    text, _, path = str(error).partition(" - at ")
     found = _PATH.search(path)
-    return text, found[1] if found else ""
+    place = found[1] if found else ""
+    values = _values(inspect.type_info(kind), _STEP.findall(place)) if text.startswith(_ONE_OF_SEVERAL) else []
+    return f"{text}; use one of {', '.join(values)}" if values else text, place
+
+
+def _values(kind: inspect.Type, steps: list[str]) -> list[str]:
+    """Those that may stand at a place within a type, where they are literals."""
+    if isinstance(kind, inspect.Metadata):
+        return _values(kind.type, steps)
+    if isinstance(kind, inspect.UnionType):
+        return [value for one in kind.types for value in _values(one, steps)]
+    if not steps:
+        return [str(value) for value in kind.values] if isinstance(kind, inspect.LiteralType) else []
+    step, rest = steps[0], steps[1:]
+    if isinstance(kind, inspect.ListType):
+        return _values(kind.item_type, rest)
+    if isinstance(kind, inspect.StructType):
+        if step == kind.tag_field:
+            return [str(kind.tag)]
+        return [value for field in kind.fields if field.encode_name == step for value in _values(field.type, rest)]
+    return []
 
 
 def _at(value: Any, path: str) -> Any:

@@ -32,7 +32,7 @@ async def create_chat_batch(exchange: Exchange, request: BatchChatRequest) -> No
         raise RequestError("n must be 1 in a batch", param="n", value=request.n)
     if not request.messages:
         raise RequestError("messages is empty; send at least one conversation.", param="messages")
-    check_fan_out(len(request.messages), 1)
+    check_fan_out(len(request.messages), 1, "messages")
     fields = {name: getattr(request, name) for name in ChatCompletionRequest.__struct_fields__}
     answers: list[ChatAnswer] = []
     for index, messages in enumerate(request.messages):

@@ -15,8 +15,7 @@ from pelton_plugins.server.tools import Offer, Tool
 def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | None:
     """Return what a forced call's text has to be: the arguments of a named tool, or a list of calls. None: nothing is forced.
 
-    The text of a named tool whose input keeps to a grammar is that input. No whitespace: a model that is made to write JSON may write
-    nothing else for long.
+    The text of a named tool whose input keeps to a grammar is that input.
     """
     if offer.named is not None:
         if (grammar := grammar_of(offer.named)) is not None:
@@ -24,16 +23,16 @@ def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | 
                 return StructuredOutputsParams(grammar=grammar.definition)
             return StructuredOutputsParams(regex=grammar.definition)
         (function,) = Offer(tools=[offer.named]).functions()
-        return StructuredOutputsParams(json=function.get("parameters") or _OBJECT, disable_any_whitespace=True)
+        return StructuredOutputsParams(json=_parameters(function), **_TIGHT)
     if offer.kind != "required":
         return None
     functions = offer.functions()
     if any("grammar" in function for function in functions):
-        return StructuredOutputsParams(structural_tag=_tag(functions, is_parallel), disable_any_whitespace=True)
+        return StructuredOutputsParams(structural_tag=_tag(functions, is_parallel), **_TIGHT)
     definitions: dict[str, Any] = {}
     calls = []
     for index, function in enumerate(functions):
-        schema = _with_own_definitions(function.get("parameters") or _OBJECT, f"tool{index}_", definitions)
+        schema = _with_own_definitions(_parameters(function), f"tool{index}_", definitions)
         calls.append(
             {
                 "type": "object",
@@ -45,10 +44,18 @@ def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | 
     most = {} if is_parallel else {"maxItems": 1}
     found: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
     schema = found | ({"$defs": definitions} if definitions else {})
-    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    return StructuredOutputsParams(json=schema, **_TIGHT)
 
 
-_OBJECT = {"type": "object"}
+_TIGHT: dict[str, Any] = {"disable_any_whitespace": True, "disable_additional_properties": True}
+"""A model that is made to write JSON may write whitespace, or arguments that nobody named, to the end."""
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of the arguments; a function without parameters has none."""
+    found: dict[str, Any] = function.get("parameters") or _NO_ARGUMENTS
+    return found
 
 
 def grammar_of(tool: Tool) -> GrammarDefinition | None:
@@ -69,7 +76,7 @@ def _tag(functions: Sequence[Mapping[str, Any]], is_parallel: bool) -> dict[str,
         if "grammar" in function:
             held = {"type": "json_text", "grammar": function["grammar"], "name": f"The grammar of {function['name']}"}
             return sequence(text(f'{{"{ARGUMENT}":'), held, text("}"))
-        return {"type": "json_schema", "json_schema": function.get("parameters") or _OBJECT, "name": name}
+        return {"type": "json_schema", "json_schema": _parameters(function), "name": name}
 
     calls = [
         sequence(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 
 NO_SOUND = "no model here reads sound"
 NO_TRAINING = (
@@ -36,7 +37,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "/weight_info": NO_TRAINING,
     "/weight_checker": NO_TRAINING,
     "/get_world_size": "see /server_info",
-    "/collective_rpc": "clients may not call methods of the workers; LLM and AsyncLLM may",
+    "/collective_rpc": "clients may not call methods of the workers; see /server_info",
     "/reset_mm_cache": NO_MEDIA,
     "/reset_encoder_cache": NO_MEDIA,
     "/release_kv_cache_memory": "use /sleep, which gives the weights' memory back too",
@@ -48,3 +49,11 @@ def why_not(path: str) -> str | None:
     """The words of the 404, of a route that is known and not offered."""
     advice = NOT_OFFERED.get(path.rstrip("/"))
     return None if advice is None else f"{path.rstrip('/')} is not offered: {advice}."
+
+
+def not_found(path: str, routes: Collection[str]) -> str:
+    """The words of any other 404: which of `routes` may be meant. Most often the client's base URL lacks /v1, or has it twice."""
+    shown = path if len(path) <= 100 else path[:100] + "..."
+    moved = [f"/v1{path}", path.removeprefix("/v1")]
+    near = [one for one in moved if one in routes] or difflib.get_close_matches(path[:100], routes, n=1, cutoff=0.8)
+    return f"There is no route {shown!r}." + (f" Did you mean {near[0]}?" if near else "")

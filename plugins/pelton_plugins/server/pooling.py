@@ -104,9 +104,9 @@ async def create_classification(exchange: Exchange, request: ClassifyRequest) ->
 
 async def create_score(exchange: Exchange, request: ScoreRequest) -> None:
     llm = await _engine(exchange, request)
-    first, second = _sides(request)
+    sides = _sides(request)
     scores, usage = await _score(
-        llm, exchange, request, first, second, "score", request.truncate_prompt_tokens, request.use_activation
+        llm, exchange, request, *sides, "score", request.truncate_prompt_tokens, request.use_activation
     )
     response = ScoreResponse(
         id=_id(exchange, request, "score"), created=int(time.time()), model=_model(exchange, request),
@@ -124,7 +124,9 @@ async def create_rerank(exchange: Exchange, request: RerankRequest, *, shows_doc
     if not texts:
         raise RequestError("documents is empty; send at least one.", param="documents")
     most = request.truncate_prompt_tokens if request.max_tokens_per_doc is None else request.max_tokens_per_doc
-    scores, usage = await _score(llm, exchange, request, [request.query], texts, "rerank", most, None)
+    scores, usage = await _score(
+        llm, exchange, request, [request.query], texts, ("query", "documents"), "rerank", most, None
+    )
     order = sorted(range(len(texts)), key=lambda index: (-scores[index], index))[: request.top_n or None]
     shows = shows_documents if request.return_documents is None else request.return_documents
     response = RerankResponse(
@@ -224,15 +226,18 @@ async def _read(exchange: Exchange, llm: AsyncLLM | Any, request: InputRequest) 
         items = given
     else:
         raise RequestError("input is empty or mixes texts, token ids and lists; send one kind.", param="input")
-    check_fan_out(len(items), 1)
+    check_fan_out(len(items), 1, "input")
     if isinstance(items[0], str):
         return await _tokenized(llm, items, request)
     return [{"prompt_token_ids": ids} for ids in items]
 
 
-async def _tokenized(llm: AsyncLLM | Any, texts: Sequence[str], request: PooledRequest) -> Prompts:
+async def _tokenized(
+    llm: AsyncLLM | Any, texts: Sequence[str], request: PooledRequest, field: str = "input"
+) -> Prompts:
+    """field: that holds the texts."""
     if not all(texts):
-        raise RequestError("input holds an empty text.", param="input")
+        raise RequestError(f"{field} holds an empty text.", param=field)
     special = True if request.add_special_tokens is None else request.add_special_tokens
     found = await tokenize_all(llm, texts, add_special_tokens=special, request=request)  # type: ignore[arg-type]
     return [{"prompt": text, "prompt_token_ids": ids} for text, ids in zip(texts, found, strict=True)]
@@ -263,12 +268,14 @@ async def _score(
     request: PooledRequest,
     first: list[str],
     second: list[str],
+    fields: tuple[str, str],
     kind: str,
     truncate: int | None,
     use_activation: bool | None,
 ) -> tuple[list[float], Usage]:
-    """Return the score of each pair, and what the prompts used."""
-    check_fan_out(max(len(first), len(second)), 1)
+    """Return the score of each pair, and what the prompts used. fields: that hold the two lists of texts."""
+    check_fan_out(len(first), 1, fields[0])
+    check_fan_out(len(second), 1, fields[1])
     pairs = paired(first, second)
     if reads_pairs(llm.model):
         if request.add_special_tokens is False:
@@ -297,7 +304,7 @@ async def _score(
             "This model's scores are the cosine of two vectors, which have no activation; leave use_activation out.",
             param="use_activation",
         )
-    prompts = await _tokenized(llm, [*first, *second], request)
+    prompts = await _tokenized(llm, first, request, fields[0]) + await _tokenized(llm, second, request, fields[1])
     outputs = await _run(llm, exchange, request, prompts, PoolingParams(task="embed"), kind, truncate)
     vectors = [output.outputs for output in outputs]
     return [cosine(*pair) for pair in paired(vectors[: len(first)], vectors[len(first) :])], _usage(outputs)
@@ -308,12 +315,12 @@ def _adapter(exchange: Exchange) -> dict[str, Any]:
     return {} if exchange.lora_request is None else {"lora_request": exchange.lora_request}
 
 
-def _sides(request: ScoreRequest) -> tuple[list[str], list[str]]:
-    """The two lists of texts, under whichever names they came."""
+def _sides(request: ScoreRequest) -> tuple[list[str], list[str], tuple[str, str]]:
+    """The two lists of texts, and under which names they came."""
     for first, second in (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items")):
         one, other = getattr(request, first), getattr(request, second)
         if one is not None and other is not None:
-            return _listed(one), _listed(other)
+            return _listed(one), _listed(other), (first, second)
     raise RequestError(
         "Send two sides: text_1 and text_2, data_1 and data_2, queries and documents, or queries and items.",
         param="text_1",

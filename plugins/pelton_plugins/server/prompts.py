@@ -120,10 +120,11 @@ def check_length(llm: AsyncLLM | Any, prompt: Prompt, max_tokens: int | None) ->
         )
 
 
-def check_fan_out(num_prompts: int, n: int) -> None:
+def check_fan_out(num_prompts: int, n: int, field: str = "prompt") -> None:
+    """field: that holds the prompts."""
     if num_prompts > limits.MAX_PROMPTS_PER_REQUEST:
         raise RequestError(
-            f"prompt has {num_prompts} prompts; at most {limits.MAX_PROMPTS_PER_REQUEST} in one request", param="prompt"
+            f"{field} has {num_prompts} entries; at most {limits.MAX_PROMPTS_PER_REQUEST} in one request", param=field
         )
     if num_prompts * n > limits.MAX_TOTAL_SEQUENCES_PER_REQUEST:
         raise RequestError(

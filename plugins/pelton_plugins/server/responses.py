@@ -252,6 +252,8 @@ async def act_here(state: ServerState, action: str, response_id: str, param: str
         store.delete(response_id)
         found = DeletedResponse(id=response_id)
     elif action == "items":
+        if stored.builder.response["status"] == "in_progress":
+            raise RequestError(f"The response {response_id[:100]!r} is in progress; wait for its end.", param=param)
         found = [*stored.items, *stored.builder.output]
     elif action == "input_items":
         found = stored.items

@@ -24,6 +24,7 @@ class ResponseBuilder:
         self.output: list[dict[str, Any]] = []
         self._number = 0
         self._open: str | None = None  # the kind of the last item, while it grows
+        self._held: list[Any] = []  # logprobs of tokens whose text is held back, or that have none
         self.response = _outline(response_id, model, request, is_stored=is_stored)
         self.response["output"] = self.output
 
@@ -39,9 +40,9 @@ class ResponseBuilder:
         return found
 
     def take(self, events: list[Event], logprobs: ChatLogprobs | None = None) -> list[dict[str, Any]]:
-        """logprobs: of the tokens of this step, which go with its first text."""
+        """logprobs: of the tokens of this step, which go with its first text; of a step without any part, with the next."""
         found: list[dict[str, Any]] = []
-        rows = [] if logprobs is None else msgspec.to_builtins(logprobs.content or [])
+        rows = self._held + ([] if logprobs is None else msgspec.to_builtins(logprobs.content or []))
         for event in events:
             if isinstance(event, Content):
                 found += self._text(event.text, rows)
@@ -55,11 +56,14 @@ class ResponseBuilder:
                 found += self._add(kind, _item(prefix, type=kind, call_id=event.call_id, name=event.name, **{text: ""}))
             else:
                 found += self._arguments(event)
+        self._held = [] if events else rows
         return found
 
     def finish(self, finish_reason: str | None, usage: Usage) -> list[dict[str, Any]]:
         """The answer is over."""
         reason = END_REASONS.get(finish_reason or "")
+        if self._open == "message":
+            self.output[-1]["content"][0]["logprobs"] += self._held
         events = self.close(is_whole=reason is None)
         self.response["usage"] = usage_of(usage)
         self.response["status"] = "completed" if reason is None else "incomplete"

@@ -9,6 +9,7 @@ import msgspec
 
 from pelton import limits
 from pelton.errors import RequestError
+from pelton_plugins.server.body import explained
 from pelton_plugins.server.custom_tools import (
     ARGUMENT,
     CustomDefinition,
@@ -171,7 +172,8 @@ def _message(item: Mapping[str, Any], place: str) -> Message:
     try:
         return msgspec.convert({"role": item.get("role"), "content": text}, Message)
     except msgspec.ValidationError as error:
-        raise RequestError(f"1 validation error: {place}: {error}", param=place) from None
+        message, path = explained(error, Message)
+        raise RequestError(f"1 validation error: {place}{path}: {message}", param=f"{place}{path}") from None
 
 
 def _parts(parts: Any, place: str) -> str:

@@ -21,7 +21,7 @@ import uvicorn
 
 from pelton.config import EngineConfig
 from pelton.engine.start_table import start_table
-from pelton.errors import ConfigError, EngineDeadError
+from pelton.errors import ConfigError, EngineDeadError, RequestError
 from pelton.logging import get_logger
 from pelton.plugins import Plugins, load_plugins
 from pelton.utils.threads import take_short_turns
@@ -219,17 +219,34 @@ def url_of(config: ServerConfig, port: int) -> str:
 def announce(llm: Any, config: ServerConfig, model_name: str, url: str, seconds: float) -> None:
     """Print the start table, and a request to try."""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
-    body = (
-        f'{{"model": "{model_name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}], '
-        '"temperature": 0, "max_completion_tokens": 32}'
-    )
+    path, body = example(llm, model_name)
     print(start_table(llm.info, llm.model), file=sys.stderr, flush=True)
     print(
         f"Pelton serves {model_name} at {url} (ready in {seconds:.1f} s). Try:\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n",
+        f"  curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'\n",
         file=sys.stderr,
         flush=True,
     )
+
+
+def example(llm: Any, model_name: str) -> tuple[str, str]:
+    """A route that this model answers, and a body for it."""
+    model, text = f'{{"model": "{model_name}"', '"What is the capital of France?"'
+    if llm.model.pooling is None:
+        rest = f', "messages": [{{"role": "user", "content": {text}}}], "temperature": 0, "max_completion_tokens": 32}}'
+        try:
+            llm.render_chat([{"role": "user", "content": "a"}])
+        except RequestError:  # it has no chat template
+            return (
+                "/v1/completions",
+                model + ', "prompt": "The capital of France is", "temperature": 0, "max_tokens": 32}',
+            )
+        return "/v1/chat/completions", model + rest
+    tasks = llm.model.pooling.tasks
+    if "score" in tasks:
+        return "/score", model + f', "text_1": {text}, "text_2": ["Paris", "A river"]}}'
+    path = "/v1/embeddings" if "embed" in tasks else "/classify" if "classify" in tasks else "/pooling"
+    return path, model + f', "input": {text}}}'
 
 
 def _shutdown(llm: Any) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from pelton.logging import get_logger
 from pelton_plugins.server.errors import error_response
+
+logger = get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 STALL_TIMEOUT_S = 60.0  # a client that reads nothing of an answer for so long is cut off
@@ -74,6 +77,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = logger  # uvicorn's own has no handler here
         self._is_in_head = self._is_too_long = False
         self._head_bytes = 0  # of packets that the head did not begin in
         self._header_bytes = 0
@@ -149,6 +153,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if 0 < len(self.pipeline) <= MAX_SENT_AHEAD:  # who does not read does not see a client go
                 self.flow.resume_reading()
             self.scope["pelton_direct"] = Direct(self.cycle)  # type: ignore[typeddict-unknown-key]
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: the request is answered as any other, and logged."""
 
     def send_400_response(self, msg: str) -> None:
         if self._is_too_long:

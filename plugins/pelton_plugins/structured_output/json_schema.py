@@ -14,6 +14,7 @@ from typing import Any
 
 from pelton import limits
 from pelton.errors import RequestError
+from pelton_plugins.structured_output.closed_objects import closed
 from pelton_plugins.structured_output.negation import Negation
 
 MAX_DEPTH = 64
@@ -54,7 +55,9 @@ def prepare_schema(schema: Any, *, closes_objects: bool = False) -> dict[str, An
     if not isinstance(schema, Mapping):
         raise bad_schema("", f"is a {type(schema).__name__}; a JSON schema is an object")
     _check_size(schema)
-    made = _Preparation(schema, closes_objects).walk(schema, "", 0)
+    if closes_objects:
+        schema = closed(schema)
+    made = _Preparation(schema).walk(schema, "", 0)
     assert isinstance(made, dict)
     return made
 
@@ -135,8 +138,7 @@ def _check_size(schema: Mapping[str, Any]) -> None:
 
 
 class _Preparation:
-    def __init__(self, root: Mapping[str, Any], closes_objects: bool) -> None:
-        self._closes_objects = closes_objects
+    def __init__(self, root: Mapping[str, Any]) -> None:
         self._num_nodes = 0
         self._negation = Negation(root)
 
@@ -168,8 +170,6 @@ class _Preparation:
                 made[name] = self.walk(made[name], f"{pointer}/{name}", depth + 1)
         if "format" in made and made["format"] not in _FORMATS:
             del made["format"]
-        if self._closes_objects and "properties" in made:
-            made.setdefault("additionalProperties", False)
         for keyword, rewrite in _REWRITES.items():
             if keyword in made:
                 made = rewrite(self, made)

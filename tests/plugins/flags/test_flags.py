@@ -159,6 +159,8 @@ def test_reads_every_graph_mode_however_it_is_given(mode, change_case):
         pytest.param(["--hf-overrides", "[1]"], r"--hf-overrides is '\[1\]'; expected a JSON object, such as \{\}", id="not-an-object"),
         pytest.param(["--seed.x", "1"], r"--seed takes one value", id="dot-on-scalar"),
         pytest.param(["a", "b"], r"Unexpected argument 'b'; model is 'a' already", id="two-positionals"),
+        pytest.param(["--api-key", "k1", "--api-key", "k2"],
+                     r"^--api-key and --api-key both set api_key; give all values behind one, as --api-key A B\.$", id="keys"),
         pytest.param(["a", "--model", "b"], r"both set model\.model", id="positional-and-flag"),
         pytest.param(["-O7"], r"level is 7; use 0 to 3", id="bad-level"),
         pytest.param(["--port", "99999"], r"port is 99999; use 1 to 65535", id="further-struct"),
@@ -284,11 +286,19 @@ def test_bad_yaml(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_wrong_key_is_told_to_nobody(tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text('{"api-key": ["sesame", 5]}')
+    with pytest.raises(ConfigError, match="api_key is not told here: Expected `str`, got `int`") as refusal:
+        parse("--config", str(path))
+    assert "sesame" not in str(refusal.value)
+
+
 def test_yaml_without_its_package_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     path = tmp_path / "settings.yaml"
     path.write_text("seed: 1")
-    with pytest.raises(ConfigError, match="pip install pyyaml"):
+    with pytest.raises(ConfigError, match=r"^--config \S+ is YAML, .*pip install pyyaml"):
         parse("--config", str(path))
 
 

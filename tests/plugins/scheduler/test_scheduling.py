@@ -12,6 +12,7 @@ from pelton.errors import EngineError, NotSupportedError, QueueFullError, Reques
 from pelton.messages.outputs import EventType, FinishReason, LogprobColumns
 from pelton.messages.request import PoolingParams
 from pelton.messages.step import ModelOutput
+from pelton.sampling.error_codes import ERROR_MESSAGES, NOTHING_ALLOWED
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.testing.fake_connector import FakeConnector
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarSource
@@ -784,6 +785,24 @@ def test_a_row_error_ends_one_request_and_its_blocks_are_not_found_again():
     harness.run()
     assert harness.outputs["c"][0].num_cached_tokens == 0
     harness.check_request("c")
+    harness.check_empty()
+
+
+def test_a_request_that_forbids_every_token_is_refused_and_the_blocks_that_it_found_stay():
+    harness = Harness()
+    prompt = [*range(1, 12)]
+    harness.add(make_request("a", prompt, 3))
+    harness.run()
+    forbidden = ERROR_MESSAGES[NOTHING_ALLOWED]
+    harness.executor.row_error = lambda name, step_id: forbidden if name == "b" else None
+    harness.add(make_request("b", prompt, 3))
+    harness.run()
+    error = harness.outputs["b"][-1].error
+    assert (error.kind, error.status, error.message) == ("RequestError", 400, forbidden)
+    assert harness.scheduler.take_stats().num_corrupted_reqs == 0
+    harness.add(make_request("c", prompt, 3))
+    harness.run()
+    assert harness.outputs["c"][0].num_cached_tokens == 8
     harness.check_empty()
 
 

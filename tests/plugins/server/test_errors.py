@@ -163,6 +163,23 @@ def test_bad_chats(shared, fields, status, param):
 
 
 @pytest.mark.parametrize(
+    "path, fields, param, values",
+    [
+        (CHAT, {"messages": [{"role": "x"}]}, "body.messages[0].role", "assistant, developer, function, system, tool, user"),
+        (CHAT, {"tool_choice": "maybe"}, "body.tool_choice", "auto, none, required"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "body.tools[0].type", "custom, function"),
+        (CHAT, {"response_format": {"type": "xml"}}, "body.response_format.type", "json_object, json_schema, structural_tag, text"),
+        ("/v1/responses", {"tools": [{"type": "web_search"}]}, "body.tools[0].type", "function, custom"),
+        ("/v1/responses", {"input": [{"role": "x", "content": "a"}]}, "input[0].role", "assistant, developer, function, system"),
+    ],
+)  # fmt: skip
+def test_of_a_field_with_few_values_the_error_names_them(shared, path, fields, param, values):
+    reply = shared.post(path, {"messages": HI, "input": "a", **fields})
+    error = check(reply, 400, "BadRequestError", param)
+    assert f"; use one of {values}" in error["message"]
+
+
+@pytest.mark.parametrize(
     "path, fields, param, expected",
     [
         (CHAT, {"logprobs": True, "top_logprobs": 7}, "logprobs", "top_logprobs"),
@@ -389,6 +406,20 @@ def test_every_missing_and_wrong_field_is_told_at_once():
 )
 def test_unknown_paths_and_methods_have_the_error_shape(shared, method, path, status, kind):
     check(shared.client.request(method, path), status, kind)
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("/chat/completions", "There is no route '/chat/completions'. Did you mean /v1/chat/completions?"),
+        ("/v1/v1/models", "There is no route '/v1/v1/models'. Did you mean /v1/models?"),
+        ("/v1/embedding", "There is no route '/v1/embedding'. Did you mean /v1/embeddings?"),
+        ("/nowhere", "There is no route '/nowhere'."),
+        ("/" + "x" * 5000, "There is no route '/" + "x" * 99 + "...'."),
+    ],
+)
+def test_the_404_of_a_route_names_the_one_that_may_be_meant(shared, path, message):
+    assert shared.client.get(path).json()["error"]["message"] == message
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -22,6 +22,7 @@ from pelton.plugins import load_plugins
 from pelton.testing.models import make_tiny_checkpoint, make_tiny_encoder
 from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
+from pelton_plugins.server.serve import example
 from pelton_plugins.server.state import ServerState
 
 cohere, openai, langchain_openai = (LateImport(name) for name in ("cohere", "openai", "langchain_openai"))
@@ -46,8 +47,10 @@ async def running() -> AsyncIterator[Callable[..., contextlib.AbstractAsyncConte
                 config = EngineConfig.from_flat(model=str(path), **{**SMALL, **settings})
                 llm = await stack.enter_async_context(AsyncLLM(config, plugins=plugins, start_engine=InProcessClient))
                 state = ServerState(config=ServerConfig(access_log=False), model_names=["tiny"], llm=llm)
-                apps[key] = build_app(state, plugins)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(apps[key]), base_url="http://tiny") as client:
+                apps[key] = (build_app(state, plugins), llm)
+            app, llm = apps[key]
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tiny") as client:
+                client.llm = llm
                 yield client
 
         yield run
@@ -214,6 +217,14 @@ async def test_coheres_client_embeds(encoder, running):
         assert len((await ok(http, "/invocations", text_1="a river", text_2=TEXTS))["data"]) == len(TEXTS)
 
 
+@pytest.mark.parametrize("kind", ["encoder", "classifier", "cross_encoder"])
+async def test_the_example_of_the_start_is_answered(kind, request, running):
+    path = request.getfixturevalue(kind)
+    async with running(path) as client:
+        route, body = example(client.llm, "tiny")
+        assert (await client.post(route, json=json.loads(body))).status_code == 200
+
+
 async def test_bad_embedding_requests(encoder, running):
     async with running(encoder) as client:
         for body, message in (
@@ -228,6 +239,17 @@ async def test_bad_embedding_requests(encoder, running):
             ({"input": ["a"] * 3000}, "at most 2048"),
         ):
             assert message in (await refused(client, "/v1/embeddings", **body))["message"], body
+        for path, body, param in (
+            ("/v1/embeddings", {"input": ["a"] * 3000}, "input"),
+            ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+            ("/pooling", {"input": "a", "task": "x"}, "task"),
+            ("/score", {"text_1": "a", "text_2": ["b"] * 3000}, "text_2"),
+            ("/score", {"queries": ["a", ""], "items": ["b", "c"]}, "queries"),
+            ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents"),
+            ("/rerank", {"query": "", "documents": ["b"]}, "query"),
+        ):
+            error = await refused(client, path, **body)
+            assert error["param"] == param and error["message"].startswith(param), error
         assert "no task 'classify'" in (await refused(client, "/classify", input="a"))["message"]
 
 

@@ -70,6 +70,7 @@ def test_beam_search(client):
     )
     scores = [sum(choice.logprobs.token_logprobs) for choice in found.choices]
     assert scores == sorted(scores, reverse=True) and len({choice.text for choice in found.choices}) > 1
+    assert all(all(choice.logprobs.tokens) for choice in found.choices)
     greedy = client.completions.create(prompt="a b", max_tokens=4, logprobs=1, extra_body={"ignore_eos": True}, **SHORT)
     assert scores[0] >= sum(greedy.choices[0].logprobs.token_logprobs) - 1e-3
     with pytest.raises(openai.BadRequestError, match="max_logprobs"):

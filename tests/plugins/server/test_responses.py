@@ -7,6 +7,11 @@ import json
 import pytest
 from pelton_late_import import LateImport
 
+from pelton.parsing.interface import Arguments, Content, ToolCall
+from pelton_plugins.server.protocol import ChatLogprob, ChatLogprobs, Usage
+from pelton_plugins.server.responses_events import ResponseBuilder
+from pelton_plugins.server.responses_protocol import ResponsesRequest
+
 openai = LateImport("openai")
 
 RESPONSES = "/v1/responses"
@@ -128,6 +133,9 @@ def test_one_in_the_background_can_be_cancelled(server, client):
     try:
         found = client.responses.create(model="fake", input="Hi", background=True, extra_body={"ignore_eos": True})
         assert found.status == "in_progress"
+        with pytest.raises(openai.BadRequestError, match="is in progress; wait for its end") as refusal:
+            client.responses.create(model="fake", input="And?", previous_response_id=found.id)
+        assert refusal.value.param == "previous_response_id"
         assert client.responses.cancel(found.id).status == "cancelled"
         assert client.responses.retrieve(found.id).status == "cancelled"
         assert server.wait_for(lambda: not server.llm.running)
@@ -179,3 +187,23 @@ def test_what_is_not_offered_is_named(server, body, param):
     reply = server.post(RESPONSES, body)
     assert reply.status_code in (400, 404), reply.text
     assert reply.json()["error"]["param"] == param
+
+
+def test_logprobs_of_tokens_without_text_come_with_the_next_text_or_at_the_end():
+    builder = ResponseBuilder("resp_1", "fake", ResponsesRequest(input="Hi"), is_stored=False)
+
+    def logprobs(token: str) -> ChatLogprobs:
+        return ChatLogprobs(content=[ChatLogprob(token=token, logprob=-1.0)])
+
+    assert builder.take([], logprobs("a")) == []
+    delta = builder.take([Content("ab")], logprobs("b"))[-1]
+    assert [row["token"] for row in delta["logprobs"]] == ["a", "b"]
+    assert builder.take([], logprobs("end")) == []
+    events = builder.finish("stop", Usage(prompt_tokens=1, completion_tokens=3, total_tokens=4))
+    assert [row["token"] for row in events[0]["logprobs"]] == ["a", "b", "end"]
+    assert [row["token"] for row in builder.output[0]["content"][0]["logprobs"]] == ["a", "b", "end"]
+    # Tokens of a call are of no text.
+    other = ResponseBuilder("resp_2", "fake", ResponsesRequest(input="Hi"), is_stored=False)
+    other.take([], logprobs("<"))
+    other.take([ToolCall("f", "call_1"), Arguments("{}")], logprobs("f"))
+    assert [row["token"] for row in other.take([Content("x")], logprobs("x"))[-1]["logprobs"]] == ["x"]

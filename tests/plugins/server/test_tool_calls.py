@@ -165,7 +165,18 @@ def test_a_named_tool_makes_the_text_its_arguments(hermes):
         else:
             assert found.choices[0].finish_reason == "stop"
             assert found.choices[0].message.tool_calls[0].function.arguments == '{"city": "Paris"}'
-    assert hermes.llm.requests[-1][1].structured_outputs.json == WEATHER["function"]["parameters"]
+    asked = hermes.llm.requests[-1][1].structured_outputs
+    assert asked.json == WEATHER["function"]["parameters"] and asked.disable_additional_properties
+
+
+@pytest.mark.parametrize("parameters", [None, {}])
+def test_a_forced_call_of_a_function_without_parameters_has_no_arguments(parameters):
+    tool = Tool(function=FunctionDefinition(name="f", parameters=parameters))
+    offers = (Offer(kind="required", tools=[tool]), Offer(kind="named", tools=[tool], named=tool))
+    required, named = (constraint(offer, is_parallel=True) for offer in offers)
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert named.json == required.json["items"]["anyOf"][0]["properties"]["parameters"] == nothing
+    assert required.disable_additional_properties
 
 
 def test_without_a_backend_a_forced_call_is_refused(hermes):

@@ -45,6 +45,20 @@ def test_garbage_gets_400_in_the_error_shape(shared, garbage):
     assert shared.client.get("/health").status_code == 200
 
 
+def test_what_uvicorn_says_is_in_our_log_and_names_no_package_to_install(start, caplog):
+    server = start()
+    upgrade = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    with caplog.at_level(logging.WARNING):
+        with connect(server) as connection:
+            connection.sendall(b"HELLO\r\n\r\n")
+            read_all(connection)
+        with connect(server) as connection:
+            connection.sendall(upgrade)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    (record,) = caplog.records
+    assert record.name.startswith("pelton.") and record.getMessage() == "Invalid HTTP request received."
+
+
 @pytest.mark.parametrize("unit", [b"x-header: " + b"y" * 1000 + b"\r\n", b"z" * 1000])
 def test_a_head_without_end_is_cut_off(shared, unit):
     with connect(shared) as connection:
