@@ -82,5 +82,5 @@ def merge_delta(first: RequestOutput, second: RequestOutput) -> None:
     first.error = second.error
     first.metrics = second.metrics or first.metrics
     first.prompt_logprobs = first.prompt_logprobs or second.prompt_logprobs
-    if second.num_cached_tokens is not None:
-        first.num_cached_tokens = second.num_cached_tokens
+    first.num_cached_tokens = second.num_cached_tokens
+    first.kv_transfer_params = second.kv_transfer_params

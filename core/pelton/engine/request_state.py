@@ -192,7 +192,7 @@ class SequenceState:
         new.clear()
         self.cumulative_logprob += sum(found.chosen())
         if not delta:
-            found = self.logprobs = found if self.logprobs is None else PackedLogprobs.join([self.logprobs, found])
+            found = self.logprobs = PackedLogprobs.join([self.logprobs, found]) if self.logprobs else found
         return found
 
     def finished_stats(self, now: float) -> FinishedRequestStats:

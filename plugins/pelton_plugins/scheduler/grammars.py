@@ -165,6 +165,9 @@ class MaskMaker:
             _fill(filler, rows, plan.bare_rows, bitmask, table)
         for masked, job in apart:
             _take_apart(masked, job, bitmask, table, started + _LATE_S)
+        if step.output.num_draft:
+            for row, place, count in zip(step.output.grammar_rows, places, num_masks, strict=True):
+                _open_ends(requests[row], bitmask[place : place + count])
 
 
 _Row = tuple[Grammar, int, Sequence[int], RequestState]
@@ -208,6 +211,16 @@ def _masked(request: RequestState, place: int, count: int) -> _Row | None:
 def _is_over(grammar: Grammar) -> bool:
     """Return whether the grammar's masks are its own from now on."""
     return not isinstance(grammar, AfterReasoning) or grammar.is_over
+
+
+def _open_ends(request: RequestState, masks: Any) -> None:
+    """Allow all tokens behind drafts that complete the text where EOS may not be sampled yet: what is sampled there is cut off."""
+    for position in range(1, min(len(masks), request.min_tokens - len(request.token_ids))):
+        others = masks[position].view("<u4").copy()
+        for token_id in request.request.eos_token_ids:
+            others[token_id >> 5] &= 0xFFFFFFFF ^ (1 << (token_id & 31))
+        if not others.any():
+            masks[position] = _ANY
 
 
 def _takes_late_mask(request: RequestState, place: int, count: int, bitmask: Any) -> bool:
@@ -300,14 +313,18 @@ def _leave_behind(row: _Row, job: Any, bitmask: Any, table: RequestTable) -> Non
         table.fail(request, error, "making the grammar mask of")
 
 
-def advance(request: RequestState, tokens: list[int], reason: FinishReason | None) -> FinishReason | None:
-    """Take in tokens of a constrained request; the reason to stop, its own when the text is complete."""
+def advance(request: RequestState, tokens: list[int], reason: FinishReason | None) -> tuple[list[int], bool]:
+    """Take in tokens of a constrained request. Returns those that count, and whether the text is complete and ends the request."""
     # EOS is not part of the constrained text.
     inside = tokens[:-1] if tokens[-1] in request.eos_ids and reason is FinishReason.STOP else tokens
-    if inside and not request.grammar.accept(inside):
-        raise EngineError(f"Tokens {inside} break the request's grammar.")
-    # Where EOS may not be sampled, nothing else may follow a text that is complete.
-    may_end = request.eos_ids and len(request.token_ids) >= request.min_tokens
-    if reason is None and not may_end and request.grammar.is_terminated():
-        return FinishReason.STOP
-    return reason
+    num_before = len(request.token_ids) - len(tokens)
+    for count, token in enumerate(inside, 1):
+        if not request.grammar.accept([token]):
+            raise EngineError(f"Tokens {inside} break the request's grammar.")
+        # Where EOS may not be sampled, nothing else may follow a text that is complete, and drafts may have been followed.
+        may_end = request.eos_ids and num_before + count >= request.min_tokens
+        is_last = count == len(tokens) and reason is not None
+        if not may_end and not is_last and request.grammar.is_terminated():
+            del request.token_ids[num_before + count :]
+            return tokens[:count], True
+    return tokens, False

@@ -235,7 +235,9 @@ def _append(
                 tokens = tokens[:count]
                 break
     if request.grammar is not None:
-        reason = grammars.advance(request, tokens, reason)
+        tokens, is_complete = grammars.advance(request, tokens, reason)
+        if is_complete:
+            reason, stop_reason = FinishReason.STOP, None
     return tokens, reason, stop_reason
 
 

@@ -23,6 +23,9 @@ from pelton_plugins.structured_output.helper_process import (
 IndexError_ = NoAnswerError
 """Why a regex has no index."""
 _EOS = struct.Struct("<Q")
+_START = "\U0010ffff"
+START_ID = 2**32 - 1
+"""A token of no vocabulary: the state behind it, from the index's own first one, is where texts begin."""
 
 
 class IndexProcess(HelperProcess):
@@ -46,10 +49,16 @@ def _set_up(data: bytes) -> Callable[[str], bytes]:
     for token_id, token in enumerate(unpack_tokens(data[_EOS.size :])):
         if token:
             tokens.setdefault(token, []).append(token_id)
+    tokens.setdefault(_START.encode(), []).append(START_ID)
     vocabulary = outlines_core.Vocabulary(eos, tokens)
+    characters = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
 
     def build(regex: str) -> bytes:
-        _, (index,) = outlines_core.Index(regex, vocabulary).__reduce__()
+        # outlines_core 0.2.14 drops tokens that go on behind a whole match and do not end in one: "(ab)+" takes "ab" and no "aba".
+        # Its automaton reports a match one byte late, but for one at the end of the text; so the regex gets an end. An automaton that
+        # may look for it at its start is refused: so it gets a start too, by which no other look at it may be hidden.
+        outlines_core.Index(regex, characters)
+        _, (index,) = outlines_core.Index(rf"{_START}(?:{regex})\z", vocabulary).__reduce__()
         return bytes(index)
 
     return build

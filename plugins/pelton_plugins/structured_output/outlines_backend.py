@@ -19,7 +19,7 @@ from pelton.config.structured_outputs import StructuredOutputsConfig
 from pelton.errors import RequestError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.structured.interface import Grammar, StructuredOutputBackend, StructuredOutputContext
-from pelton_plugins.structured_output.index_process import IndexError_, IndexProcess
+from pelton_plugins.structured_output.index_process import START_ID, IndexError_, IndexProcess
 from pelton_plugins.structured_output.sources import ascii_digits, check_nesting
 from pelton_plugins.structured_output.vocabulary import Vocabulary
 
@@ -32,7 +32,7 @@ class Automaton:
 
     def __init__(self, index: Any, num_words: int, eos_token_ids: Sequence[int]) -> None:
         self.index = index
-        self.start: int = index.get_initial_state()
+        self.start: int = index.get_next_state(index.get_initial_state(), START_ID)
         self._eos = [token_id for token_id in eos_token_ids if token_id < 32 * num_words]
         self._num_words = num_words
         self._masks: dict[int, Any] = {}
@@ -42,14 +42,16 @@ class Automaton:
         known = self._masks.get(state)
         if known is None:
             allowed = np.zeros(32 * self._num_words, dtype=np.uint8)
-            allowed[self.index.get_allowed_tokens(state) or []] = 1
+            token_ids = np.array(self.index.get_allowed_tokens(state) or [], dtype=np.int64)
+            allowed[token_ids[token_ids != START_ID]] = 1
             allowed[self._eos] = self.index.is_final_state(state)
             known = self._masks[state] = np.packbits(allowed, bitorder="little").view("<i4")
         return known
 
     def ends_at(self, state: int) -> bool:
         """True when EOS alone may follow."""
-        return self.index.is_final_state(state) and not set(self.index.get_allowed_tokens(state) or ()) - set(self._eos)
+        following = set(self.index.get_allowed_tokens(state) or ())
+        return self.index.is_final_state(state) and not following - {START_ID, *self._eos}
 
 
 class OutlinesGrammar(Grammar):

@@ -224,6 +224,17 @@ def test_logprobs_carry_text_ranks_and_the_sampled_token(bench: Bench) -> None:
     assert done.cumulative_logprob == -3.25
 
 
+def test_cumulative_logprobs_of_a_sample_that_begins_behind_the_other(bench: Bench) -> None:
+    a, b, c = bench.ids("abc")
+    bench.add(logprobs=2, n=2, output_kind=CUMULATIVE)
+    columns = LogprobColumns(token_ids=[[c, a, b]], logprobs=[[-3.0, -0.5, -1.0]], ranks=[7]).packed()
+    for index, counts in ((0, [[3], []]), (1, [[3], [3]]), (1, [[3], [3, 3]]), (0, [[3, 3], [3, 3]])):
+        done = bench.step(EngineOutput(request_id=f"{index}_r", new_token_ids=[c], logprobs=columns))
+        [output] = done.outputs
+        assert [[len(row) for row in one.logprobs or ()] for one in output.outputs] == counts
+        assert all(row[a].logprob == -0.5 for one in output.outputs for row in one.logprobs or ())
+
+
 def test_logprobs_are_cut_with_the_tokens(bench: Bench) -> None:
     a, b, c = bench.ids("abc")
     bench.add(logprobs=0, stop="b", output_kind=FINAL_ONLY)
@@ -507,6 +518,15 @@ async def test_pending_deltas_are_merged(bench: Bench) -> None:
     assert [(c.text, c.finish_reason, c.cumulative_logprob) for c in last.outputs] == [
         ("d", "stop", -3.0), ("e", "length", -2.0),
     ]  # fmt: skip
+
+
+async def test_merged_deltas_keep_what_the_kv_connector_says_at_the_end(bench: Bench) -> None:
+    queue = OutputQueue()
+    bench.add(queue=queue, output_kind=DELTA)
+    bench.say("a")
+    bench.say("b", finish_reason=FinishReason.STOP, kv_transfer_params={"remote": 1})
+    merged = await queue.get()
+    assert merged.finished and merged.kv_transfer_params == {"remote": 1}
 
 
 async def test_pending_cumulative_outputs_are_replaced(bench: Bench) -> None:
