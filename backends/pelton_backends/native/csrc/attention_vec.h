@@ -5,18 +5,26 @@
 #include "attention.h"
 #include "lines.h"
 
-#if defined(__SSE__)
+/* The compiler's own names where it has them: <immintrin.h> takes it longer to read than most files here take to be compiled. */
+#if defined(__AVX512F__) && defined(__has_builtin)
+#if __has_builtin(__builtin_ia32_maxps512_mask)
+#define HAS_MAX_512 1
+#endif
+#endif
+#if defined(__AVX512F__) && !defined(HAS_MAX_512)
 #include <immintrin.h>
 #endif
 
 /* b where either is NaN */
 INLINE vec vec_max(vec a, vec b) {
-#if defined(__AVX512F__)
+#if defined(HAS_MAX_512)
+    return __builtin_ia32_maxps512_mask(a, b, a, (unsigned short)-1, 4);
+#elif defined(__AVX512F__)
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX__)
-    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+    return __builtin_ia32_maxps256(a, b);
 #elif defined(__SSE__)
-    return (vec)_mm_max_ps((__m128)a, (__m128)b);
+    return __builtin_ia32_maxps(a, b);
 #else
     return vec_select(a > b, a, b);
 #endif
