@@ -236,7 +236,7 @@ def kernels(*groups: str, isa: InstructionSet | None = None) -> Kernels:
 
 
 def groups_of_dtype(dtype: str) -> tuple[str, ...]:
-    """What all ops in this dtype need: compiled with the base it takes less time than after it."""
+    """Return the groups that all ops in this dtype need: to be compiled beside the base, which takes less time than after it."""
     return ("float",) if dtype == "float32" else ()
 
 
