@@ -5,26 +5,30 @@
 #include "attention.h"
 #include "lines.h"
 
-/* The compiler's own names where it has them: <immintrin.h> takes it longer to read than most files here take to be compiled. */
-#if defined(__AVX512F__) && defined(__has_builtin)
-#if __has_builtin(__builtin_ia32_maxps512_mask)
-#define HAS_MAX_512 1
+/* GCC's own names: it takes longer to read <immintrin.h> than to compile most files here. */
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10
+#if defined(__AVX512F__) && __has_builtin(__builtin_ia32_maxps512_mask)
+#define MAX(a, b) __builtin_ia32_maxps512_mask(a, b, a, (unsigned short)-1, 4)
+#elif !defined(__AVX512F__) && defined(__AVX__) && __has_builtin(__builtin_ia32_maxps256)
+#define MAX(a, b) __builtin_ia32_maxps256(a, b)
+#elif !defined(__AVX__) && defined(__SSE__) && __has_builtin(__builtin_ia32_maxps)
+#define MAX(a, b) __builtin_ia32_maxps(a, b)
 #endif
 #endif
-#if defined(__AVX512F__) && !defined(HAS_MAX_512)
+#if defined(__SSE__) && !defined(MAX)
 #include <immintrin.h>
 #endif
 
 /* b where either is NaN */
 INLINE vec vec_max(vec a, vec b) {
-#if defined(HAS_MAX_512)
-    return __builtin_ia32_maxps512_mask(a, b, a, (unsigned short)-1, 4);
+#if defined(MAX)
+    return MAX(a, b);
 #elif defined(__AVX512F__)
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX__)
-    return __builtin_ia32_maxps256(a, b);
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
 #elif defined(__SSE__)
-    return __builtin_ia32_maxps(a, b);
+    return (vec)_mm_max_ps((__m128)a, (__m128)b);
 #else
     return vec_select(a > b, a, b);
 #endif
