@@ -338,6 +338,7 @@ EMULATED __m512i emu_broadcast_i32x4(__m128i x) { return (emulated){.quarter = {
 #define _mm512_fmadd_ps(a, b, c) emu_fmadd(a, b, c)
 #define _mm512_fnmadd_ps(a, b, c) emu_fmadd(-(__m512)(a), b, c)
 #define _mm512_max_ps(a, b) emu_max(a, b)
+#define __builtin_ia32_maxps512_mask(a, b, otherwise, mask, rounding) ((__typeof__(a))emu_max((__m512)(a), (__m512)(b)))
 #define _mm512_mask_add_ps(old, mask, a, b) emu_masked_ps(old, mask, _mm512_add_ps(a, b))
 #define _mm512_mask_mul_ps(old, mask, a, b) emu_masked_ps(old, mask, _mm512_mul_ps(a, b))
 #define _mm512_mask_mov_ps(old, mask, a) emu_masked_ps(old, mask, a)

@@ -60,7 +60,7 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
         reasons += spread_refusals(needs)
         if not reasons:  # compiles
-            why = library.reason_against()
+            why = library.reason_against(*library.groups_of_dtype(needs.dtype))
             reasons += [why] if why else []
         return reasons
 
@@ -101,7 +101,6 @@ class NativeAttention(BoundAttention):
     def __init__(self, layer: AttentionParams) -> None:
         super().__init__(layer)
         k_cache = layer.k_cache
-        self._kernels = library.kernels()
         self._row = layer.num_heads * layer.head_dim
         self._sinks = None if layer.sinks is None else (layer.sinks.float() * math.log2(math.e)).contiguous()
         self._attention = library.Attention(
@@ -110,6 +109,7 @@ class NativeAttention(BoundAttention):
             layer.head_dim, _window(layer.needs), layer.scale, layer.soft_cap or 0.0, DTYPES[layer.needs.dtype],
             None if self._sinks is None else self._sinks.data_ptr(),
         )  # fmt: skip
+        self._kernels = library.kernels_for(self._attention)
         fits = fits_kernel(layer.write_needs)
         self._rope = make_rope(layer.write_needs, layer.write_tensors) if fits else None
 

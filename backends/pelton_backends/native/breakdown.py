@@ -18,6 +18,7 @@ from pelton.cli.table import format_table
 from pelton.errors import EngineError
 from pelton.graphs.recordable import launch
 from pelton_backends.native import ceiling, library
+from pelton_backends.native.build import GROUPS
 
 if TYPE_CHECKING:
     from pelton_backends.native.library import Kernels
@@ -78,7 +79,7 @@ def measure(settings: dict[str, Any], num_requests: int) -> dict[str, Any]:
     """Run the requests after a warm-up of some others, with every kernel call timed."""
     clock, isa = Clock(), settings.get("plugin_config", {}).get("native", {}).get("isa")
     library.use_isa(isa)
-    kernels = library.kernels()
+    kernels = library.kernels(*GROUPS)
     before = ceiling.gflops(isa), ceiling.read_gb_s(isa)
     clock.watch(kernels)
     with LLM(skip_tokenizer_init=True, enable_prefix_caching=False, log_level="warning", **settings) as llm:

@@ -1,6 +1,7 @@
-"""Compile the C files for one instruction set into a shared library, once for each content: sources, flags, compiler.
+"""Compile the C files for one instruction set into shared libraries, once for each content: sources, flags, compiler.
 
-The library is made under a private name and renamed, so that two processes may make it at once.
+One library has what every model needs. Files that only some models need are libraries of their own, which call the first. Each is
+made under a private name and renamed, so that two processes may make it at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pelton.logging import get_logger
@@ -32,6 +34,28 @@ FLAGS = (
     "-fno-trapping-math",
     "-fno-schedule-insns2",  # a quarter of the compiler's time; CPUs that reorder instructions run no slower without it
 )
+
+BASE = "base"
+GROUPS = {
+    "quant": ("quant", "moe"),  # moe.c calls quant.c
+    "lora": ("lora",),
+    "encoder": ("encoder", "layer_norm"),
+    "ceiling": ("ceiling",),
+    "float": ("linear_vec", "attention_decode", "attention_prefill", "float_kernels"),
+}
+"""Files by name that only some models need, a library each. All others are the base, which calls none of them. Only where bfloat16
+has products of its own is `float` apart: elsewhere the base has it."""
+LONGEST = (
+    "linear_vec",
+    "attention_decode",
+    "attention_prefill",
+    "attention_avx512",
+    "sampling",
+    "quant",
+    "linear_bf16",
+    "lora",
+)
+"""Files that take 0.4 s and more, the longest first: the last one to end should be a short one."""
 
 logger = get_logger(__name__)
 
@@ -55,22 +79,48 @@ def best_set() -> InstructionSet:
     raise CannotBuildError(f"{compiler} compiles nothing for this CPU")
 
 
-def build_library(isa: InstructionSet, *, extra_flags: Sequence[str] = (), folder: Path | None = None) -> Path:
-    """The library's path; compiles where the cache lacks it. Raises `CannotBuildError`."""
+def build_libraries(
+    isa: InstructionSet, groups: Iterable[str] = (), *, extra_flags: Sequence[str] = (), folder: Path | None = None
+) -> dict[str, Path]:
+    """Paths of the base and of these groups; compiles what the cache lacks, all at once. Raises `CannotBuildError`.
+
+    The base has to be loaded first: that is how the others find it.
+    """
     compiler = find_compiler()
     flags = [*FLAGS, *isa.flags, *extra_flags]
     folder = folder or cache_folder("native")
-    library = folder / f"pelton_native-{content_key(compiler, flags)}.so"
-    if library.exists():
-        return library
+    key = content_key(compiler, flags)
+    libraries = {group: folder / f"pelton_native-{key}{_suffix(group)}.so" for group in (BASE, *groups_of(isa, groups))}
+    lacking = [group for group, library in libraries.items() if not library.exists()]
+    if not lacking:
+        return libraries
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as place:
-        made = Path(place) / "library.so"
-        objects = _compile(compiler, flags, Path(place))
-        _run([compiler, "-shared", *extra_flags, *objects, "-lm", "-pthread", "-o", str(made)])
-        os.replace(made, library)
-    logger.info("compiled the CPU kernels for %s with %s: %.1f s", isa.name, compiler, time.monotonic() - started)
-    return library
+        sources = {group: _sources(isa, group) for group in lacking}
+        _compile(compiler, flags, [source for group in lacking for source in sources[group]], Path(place))
+        for group, library in libraries.items():
+            if group in lacking:
+                made = Path(place) / library.name
+                parts = [str(_object(source, Path(place))) for source in sources[group]]
+                parts += [] if group == BASE else [str(libraries[BASE])]
+                named = f"-Wl,-soname,{library.name}"  # by which a loaded base is found
+                _run([compiler, "-shared", named, *extra_flags, *parts, "-lm", "-pthread", "-o", str(made)])
+                os.replace(made, library)
+    what = ", ".join(lacking)
+    logger.info(
+        "compiled the CPU kernels (%s) for %s with %s: %.1f s", what, isa.name, compiler, time.monotonic() - started
+    )
+    return libraries
+
+
+def build_library(isa: InstructionSet, *, extra_flags: Sequence[str] = (), folder: Path | None = None) -> Path:
+    """The base's path; as `build_libraries`."""
+    return build_libraries(isa, extra_flags=extra_flags, folder=folder)[BASE]
+
+
+def groups_of(isa: InstructionSet, groups: Iterable[str]) -> list[str]:
+    """Those of the groups that are libraries of their own for this set."""
+    return [group for group in groups if group != "float" or isa.has_bf16]
 
 
 def find_compiler() -> str:
@@ -85,33 +135,43 @@ def content_key(compiler: str, flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for part in (*flags, compiler, _version(compiler), platform.machine()):
+    for part in (*flags, repr(GROUPS), compiler, _version(compiler), platform.machine()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
 
 
-def _compile(compiler: str, flags: Sequence[str], place: Path) -> list[str]:
-    """Every file at once: the slowest decides."""
-    running = []
-    for source in sorted(SOURCES.glob("*.c")):
-        made = place / f"{source.stem}.o"
-        command = [compiler, *flags, "-c", str(source), "-o", str(made)]
-        running.append((command, made, _start(command)))
-    for command, _, process in running:
-        _, errors = process.communicate()
-        if process.returncode:
-            for _, _, other in running:
-                other.kill()
-                other.wait()
-            raise CannotBuildError(_failure(command, errors))
-    return [str(made) for _, made, _ in running]
+def _suffix(group: str) -> str:
+    return "" if group == BASE else f"-{group}"
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[str]:
-    try:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    except OSError as error:
-        raise CannotBuildError(f"{command[0]} cannot be run: {error}") from error
+def _sources(isa: InstructionSet, group: str) -> list[Path]:
+    if group != BASE:
+        return [SOURCES / f"{name}.c" for name in GROUPS[group]]
+    others = {name for group in groups_of(isa, GROUPS) for name in GROUPS[group]}
+    return [source for source in sorted(SOURCES.glob("*.c")) if source.stem not in others]
+
+
+def _object(source: Path, place: Path) -> Path:
+    return place / f"{source.stem}.o"
+
+
+def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], place: Path) -> None:
+    """As many at once as there are cores: each takes up to 100 MiB."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    with ThreadPoolExecutor(_num_cores()) as pool:
+        running = [
+            pool.submit(_run, [compiler, *flags, "-c", str(source), "-o", str(_object(source, place))])
+            for source in sorted(sources, key=lambda source: order.get(source.stem, len(order)))
+        ]
+        try:
+            for one in running:
+                one.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run(command: Sequence[str]) -> str:

@@ -10,13 +10,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from ctypes import CDLL, c_double, c_int64
-
-import torch
+from typing import TYPE_CHECKING
 
 from pelton.errors import ConfigError, EngineError
 from pelton_backends.native import library
-from pelton_backends.native.build import available_sets, build_library
+from pelton_backends.native.build import available_sets
+
+if TYPE_CHECKING:
+    from pelton_backends.native.library import Kernels
 
 READ_BYTES = 256 << 20
 """More than most CPUs' last cache holds."""
@@ -24,30 +25,24 @@ READ_BYTES = 256 << 20
 
 def gflops(isa: str | None = None) -> float:
     """Float32 multiplications and additions a second of all threads, in 1e9, with this instruction set (None: the one in use)."""
-    ceiling = _library(isa).pelton_fma_ceiling
-    ceiling.restype = c_double
-    return float(ceiling())
+    return float(_kernels(isa).fma_ceiling())
 
 
 def read_gb_s(isa: str | None = None) -> float:
     """Bytes that all threads read from memory a second, in 1e9. Raises `EngineError` where there is too little memory."""
-    ceiling = _library(isa).pelton_read_ceiling
-    ceiling.restype, ceiling.argtypes = c_double, [c_int64]
-    found = float(ceiling(READ_BYTES))
+    found = float(_kernels(isa).read_ceiling(READ_BYTES))
     if not found:
         raise EngineError(f"No memory for {READ_BYTES >> 20} MiB to read. Give the process more memory.")
     return found
 
 
-def _library(isa: str | None) -> CDLL:
+def _kernels(isa: str | None) -> Kernels:
     found = library.isa_in_use() if isa is None else next((one for one in available_sets() if one.name == isa), None)
     if found is None:
         raise ConfigError(
             f"Instruction set {isa!r}: this machine has {', '.join(one.name for one in available_sets())}."
         )
-    loaded = CDLL(str(build_library(found, extra_flags=library.EXTRA_FLAGS)))
-    loaded.pelton_set_threads(torch.get_num_threads())  # as `library.kernels` does
-    return loaded
+    return library.kernels("ceiling", isa=found)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

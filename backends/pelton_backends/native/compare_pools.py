@@ -12,7 +12,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import CDLL
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from pelton import LLM, SamplingParams
 from pelton.cli.table import format_table
 from pelton.graphs.recordable import launch
 from pelton_backends.native import library
-from pelton_backends.native.build import build_library
+from pelton_backends.native.build import GROUPS
 from pelton_backends.native.library import Kernels
 
 POOL, OPENMP = "pool", "OpenMP"
@@ -39,9 +38,8 @@ class Switch:
     """Functions of two libraries behind the names of one."""
 
     def __init__(self) -> None:
-        self.kernels = library.kernels()
-        path = build_library(library.isa_in_use(), extra_flags=[*library.EXTRA_FLAGS, *OPENMP_FLAGS])
-        other = Kernels(CDLL(str(path)), library.isa_in_use())
+        self.kernels = library.kernels(*GROUPS)
+        other = Kernels(library.isa_in_use(), [*library.EXTRA_FLAGS, *OPENMP_FLAGS], GROUPS)
         self._functions: dict[str, dict[str, Callable[..., int]]] = {POOL: {}, OPENMP: {}}
         for name, function in list(vars(self.kernels).items()):
             if isinstance(function, partial):

@@ -60,7 +60,7 @@ class NativeEncoderBackend(EncoderBackend):
         if needs.num_heads % needs.num_kv_heads:
             reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
         if not reasons:  # compiles
-            why = library.reason_against()
+            why = library.reason_against("encoder", *library.groups_of_dtype(needs.dtype))
             reasons += [why] if why else []
         return reasons
 
@@ -84,7 +84,7 @@ class NativeEncoderBackend(EncoderBackend):
             layer.num_heads, num_kv_heads, layer.num_heads // num_kv_heads, head_dim, 0, layer.scale, 0.0,
             DTYPES["float32"], None,
         )  # fmt: skip
-        failed = library.kernels().attend(
+        failed = library.kernels_for(attention).attend(
             byref(attention), byref(metadata.step), query.data_ptr(), query.stride(0), output.data_ptr()
         )
         check_memory(failed)
@@ -124,7 +124,7 @@ class WholeLayers:
             *(library.EncoderLayer(*map(addressof, parts)) for parts in self._kept)
         )
         self._op = library.Encoder(self._layers, len(layers), first.num_heads, head_dim, first.scale)
-        self._run = library.kernels().encode
+        self._run = library.kernels("encoder").encode
 
     @property
     def embeds(self) -> bool:

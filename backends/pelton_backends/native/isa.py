@@ -21,6 +21,8 @@ class InstructionSet:
     number: int
     features: tuple[str, ...] = ()
     """As the compiler's -m flags name them; Linux writes some of them with an underscore more."""
+    has_bf16: bool = False
+    """Products of bfloat16: models in bfloat16 do without most kernels in float32 arithmetic."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -33,7 +35,7 @@ ISAS = (
     InstructionSet("avx2_vnni", 2, (*_AVX2, "avxvnni")),
     InstructionSet("avx512", 3, _AVX512),
     InstructionSet("avx512_vnni", 4, (*_AVX512, "avx512vnni")),
-    InstructionSet("avx512_bf16", 5, (*_AVX512, "avx512vnni", "avx512bf16")),
+    InstructionSet("avx512_bf16", 5, (*_AVX512, "avx512vnni", "avx512bf16"), has_bf16=True),
 )
 """From the slowest to the fastest."""
 

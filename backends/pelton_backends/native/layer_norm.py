@@ -27,7 +27,7 @@ class NativeAddNorm:
             return ["an RMS norm, only layer norms"]
         if needs.dtype != "float32":
             return [f"dtype {needs.dtype}, only float32"]
-        why = library.reason_against()
+        why = library.reason_against("encoder")
         return [why] if why else []
 
     @staticmethod
@@ -41,7 +41,7 @@ class LayerNorm:
         self.weight = weight  # the struct has its address
         bias = weight[1].data_ptr() if weight.dim() == 2 else None
         self.op = library.LayerNorm(weight.data_ptr(), bias, size, needs.norm.eps)
-        self.struct, self.run = byref(self.op), library.kernels().layer_norm
+        self.struct, self.run = byref(self.op), library.kernels("encoder").layer_norm
 
     def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm, residual'), which takes the memory of `residual`, or of `hidden` without one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import CDLL, POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,11 @@ import torch
 
 from pelton.errors import ConfigError
 from pelton.graphs.recordable import launch
-from pelton_backends.native.build import CannotBuildError, available_sets, best_set, build_library
+from pelton_backends.native.build import BASE, CannotBuildError, available_sets, best_set, build_libraries, groups_of
 from pelton_backends.native.isa import ISAS, InstructionSet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
 DTYPES = {"float32": 0, "bfloat16": 1}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -102,11 +102,37 @@ class Embed(Structure):
 
 
 class Kernels:
-    """The library's functions, typed. Calls release the GIL."""
+    """The libraries' functions, typed: those of the base, and of each group that was asked for. Calls release the GIL."""
 
-    def __init__(self, library: CDLL, isa: InstructionSet) -> None:
-        assert library.pelton_isa() == isa.number
+    def __init__(self, isa: InstructionSet, extra_flags: Sequence[str], groups: Iterable[str] = ()) -> None:
+        """Raises `CannotBuildError`."""
         self.isa = isa.name
+        self._set, self._extra_flags, self._loaded = isa, list(extra_flags), list[str]()
+        self.load(groups)
+
+    @property
+    def groups(self) -> list[str]:
+        """Those that are loaded beside the base."""
+        return self._loaded[1:]
+
+    def load(self, groups: Iterable[str]) -> None:
+        """Compile or find the groups' libraries, and bind their functions. Raises `CannotBuildError`."""
+        lacking = {BASE, *groups_of(self._set, groups)}.difference(self._loaded)
+        if not lacking:
+            return
+        paths = build_libraries(self._set, sorted(lacking - {BASE}), extra_flags=self._extra_flags)
+        for group, path in paths.items():
+            if group not in lacking:
+                continue
+            try:
+                library = ctypes.CDLL(str(path))
+            except OSError as error:
+                raise CannotBuildError(f"{path} cannot be loaded: {error}") from error
+            getattr(self, f"_bind_{group}")(library)
+            self._loaded.append(group)
+
+    def _bind_base(self, library: CDLL) -> None:
+        assert library.pelton_isa() == self._set.number
         self.attend = _typed(
             library.pelton_attend, c_int, POINTER(Attention), POINTER(Step), c_void_p, c_int64, c_void_p
         )
@@ -128,30 +154,13 @@ class Kernels:
             library.pelton_allowed_logits, c_int, POINTER(Linear), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64,
             c_void_p,
         )  # fmt: skip
-        self.layer_norm = _typed(
-            library.pelton_layer_norm, None, POINTER(LayerNorm), c_void_p, c_void_p, c_int64, c_void_p
-        )
-        self.encode = _typed(
-            library.pelton_encode, c_int, POINTER(Encoder), POINTER(EncoderInputs), c_void_p, c_int64, c_void_p
-        )
-        self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
         self.pack = _typed(library.pelton_pack, c_int, POINTER(Linear), c_void_p)
-        self.moe = _typed(library.pelton_moe, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
-        self.moe_choose = _unrecorded(
-            library.pelton_moe_choose, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p
-        )
-        self.moe_compute = _unrecorded(
-            library.pelton_moe_compute, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
-        )
-        self.moe_pack = _unrecorded(library.pelton_moe_pack, c_int, c_void_p)
         self.embed = _typed(library.pelton_embed, None, POINTER(Embed), c_void_p, c_int64, c_void_p)
-        self.quant = _typed(
-            library.pelton_quant, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
-        )
-        self.quant_embed = _typed(library.pelton_quant_embed, None, c_void_p, c_void_p, c_int64, c_void_p)
         self.prepare_inputs = _typed(
             library.pelton_prepare_inputs, None, c_void_p, c_void_p, c_void_p, c_int64, c_int64
         )
+        self.product_takes_float = _unrecorded(library.pelton_product_takes_float, c_int, POINTER(Linear))
+        self.attention_takes_float = _unrecorded(library.pelton_attention_takes_float, c_int, POINTER(Attention))
         self.set_threads = _unrecorded(library.pelton_set_threads, None, c_int)
         self.rest = _unrecorded(library.pelton_rest, None)
         self.take_best = _typed(
@@ -163,6 +172,38 @@ class Kernels:
             c_void_p, c_void_p, c_void_p,
         )  # fmt: skip
 
+    def _bind_quant(self, library: CDLL) -> None:
+        self.moe = _typed(library.pelton_moe, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
+        self.moe_choose = _unrecorded(
+            library.pelton_moe_choose, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p
+        )
+        self.moe_compute = _unrecorded(
+            library.pelton_moe_compute, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
+        )
+        self.moe_pack = _unrecorded(library.pelton_moe_pack, c_int, c_void_p)
+        self.quant = _typed(
+            library.pelton_quant, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p
+        )
+        self.quant_embed = _typed(library.pelton_quant_embed, None, c_void_p, c_void_p, c_int64, c_void_p)
+
+    def _bind_lora(self, library: CDLL) -> None:
+        self.lora = _typed(library.pelton_lora, c_int, POINTER(Lora), c_void_p, c_void_p, c_void_p, c_int64)
+
+    def _bind_encoder(self, library: CDLL) -> None:
+        self.layer_norm = _typed(
+            library.pelton_layer_norm, None, POINTER(LayerNorm), c_void_p, c_void_p, c_int64, c_void_p
+        )
+        self.encode = _typed(
+            library.pelton_encode, c_int, POINTER(Encoder), POINTER(EncoderInputs), c_void_p, c_int64, c_void_p
+        )
+
+    def _bind_float(self, library: CDLL) -> None:
+        """It has given its functions to the base."""
+
+    def _bind_ceiling(self, library: CDLL) -> None:
+        self.fma_ceiling = _unrecorded(library.pelton_fma_ceiling, c_double)
+        self.read_ceiling = _unrecorded(library.pelton_read_ceiling, c_double, c_int64)
+
 
 EXTRA_FLAGS: list[str] = []
 """More compiler flags, for the sanitizers' run; set before the first use."""
@@ -171,23 +212,42 @@ _wanted: str | None = None
 """The name of the instruction set in use; None: the best."""
 
 
-def reason_against() -> str | None:
-    """Why there are no kernels; None: there are."""
+def reason_against(*groups: str) -> str | None:
+    """Why there are no kernels of the base and of these groups; None: there are."""
     try:
-        kernels()
+        kernels(*groups)
     except CannotBuildError as error:
         return str(error)
     return None
 
 
-def kernels() -> Kernels:
-    """For the instruction set in use: compiled or from the cache, loaded once a process. Raises `CannotBuildError`.
+def kernels(*groups: str, isa: InstructionSet | None = None) -> Kernels:
+    """For an instruction set, the one in use by default: compiled or from the cache, loaded once a process. Raises `CannotBuildError`.
 
-    They compute on as many threads as torch does when this is called.
+    groups: of `build.GROUPS`, beside the base. They compute on as many threads as torch does when this is called.
     """
-    loaded = _load(isa_in_use())
+    isa = isa or isa_in_use()
+    loaded = _loaded.get(isa.name)
+    if loaded is None:
+        loaded = _loaded[isa.name] = Kernels(isa, EXTRA_FLAGS, groups)
+    loaded.load(groups)
     loaded.set_threads(torch.get_num_threads())
     return loaded
+
+
+def groups_of_dtype(dtype: str) -> tuple[str, ...]:
+    """Return the groups that all ops in this dtype need: to be compiled beside the base, which takes less time than after it."""
+    return ("float",) if dtype == "float32" else ()
+
+
+def kernels_for(*ops: Linear | Attention) -> Kernels:
+    """As `kernels`, with what these ops need beside the base."""
+    found = kernels()
+    for op in ops:
+        takes_float = found.product_takes_float if isinstance(op, Linear) else found.attention_takes_float
+        if takes_float(op):
+            found.load(["float"])
+    return found
 
 
 def isa_in_use() -> InstructionSet:
@@ -205,15 +265,7 @@ def use_isa(name: str | None) -> None:
 
 
 _best_set, _available_sets = cache(best_set), cache(available_sets)
-
-
-@cache
-def _load(isa: InstructionSet) -> Kernels:
-    path = build_library(isa, extra_flags=EXTRA_FLAGS)
-    try:
-        return Kernels(ctypes.CDLL(str(path)), isa)
-    except OSError as error:
-        raise CannotBuildError(f"{path} cannot be loaded: {error}") from error
+_loaded: dict[str, Kernels] = {}
 
 
 def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:

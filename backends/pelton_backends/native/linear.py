@@ -101,6 +101,7 @@ class NativeLinear(LinearOp, _Plain):
         """From now on results have this activation behind them; False: there is none of this name."""
         if name in ACTIVATIONS:
             self._product.op.bare_activation = ACTIVATIONS[name] + 1
+            library.kernels_for(self._product.op)
         return name in ACTIVATIONS
 
 

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 HANDLES = frozenset(["unit_offset", "has_bias", "post_norm", "soft_cap", "weight_format", "tp_size", "scale"])
 
 
-def refusals(needs: Any) -> list[str]:
-    """Reasons against an op that do not depend on the form of its weights."""
+def refusals(needs: Any, *groups: str) -> list[str]:
+    """Reasons against an op that do not depend on the form of its weights. groups: of kernels that it calls, beside the base."""
     if needs.dtype not in DTYPES:
         return [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
     activation = getattr(needs, "activation", "silu")
     if activation not in ACTIVATIONS:
         return [f"activation {activation!r}, only {', '.join(ACTIVATIONS)}"]
-    why = library.reason_against()
+    why = library.reason_against(*groups, *library.groups_of_dtype(needs.dtype))
     return [why] if why else []
 
 
@@ -61,7 +61,7 @@ class Product:
             self.op.post_norm, self.op.post_eps = tensors.post_norm.data_ptr(), post_norm.eps
             self.op.post_unit_offset = post_norm.unit_offset
         self.struct = byref(self.op)
-        self.run = library.kernels().linear
+        self.run = library.kernels_for(self.op).linear
 
     def __del__(self) -> None:
         """A thread that was held up may still read the weight, for a product that is done without it."""

@@ -62,7 +62,7 @@ class NativeMoe:
         if needs.experts.activation not in _ACTIVATIONS:
             reasons.append(f"activation {needs.experts.activation!r}, only {', '.join(_ACTIVATIONS)}")
         if not reasons:  # compiles
-            why = library.reason_against()
+            why = library.reason_against("quant", *library.groups_of_dtype(needs.dtype))
             reasons += [why] if why else []
         return reasons
 
@@ -76,7 +76,7 @@ class _BoundMoe:
 
     def __init__(self, needs: MoeNeeds, tensors: MoeTensors) -> None:
         routing, spec, weights = needs.routing, needs.experts, tensors.experts
-        kernels = library.kernels()
+        kernels = library.kernels("quant")
         self._run, self._pack, self._rest = kernels.moe, kernels.moe_pack, kernels.rest
         self._choose, self._compute, self._top_k = kernels.moe_choose, kernels.moe_compute, routing.top_k
         self._kept = tensors  # the struct has their addresses
@@ -107,6 +107,7 @@ class _BoundMoe:
             0 if bias is None else _dtype(bias), routing.scoring == "sigmoid", routing.is_renormalized,
             routing.group_score == "top2", routing.scales_input,
         )  # fmt: skip
+        library.kernels_for(self.op.gate_up, self.op.down)
         self._struct = ctypes.cast(byref(self.op), POINTER(_Moe))
 
     def __del__(self) -> None:

@@ -37,7 +37,7 @@ class _BlocksProduct(Product):
         super().__init__(needs, tensors)
         parts = _parts(tensors.linear)
         self.struct = byref(Quant(self.op, (Part * MOST_PARTS)(*parts), len(parts)))
-        self.run = library.kernels().quant
+        self.run = library.kernels("quant").quant
 
 
 def _parts(weights: LinearWeights) -> list[Part]:
@@ -63,7 +63,7 @@ class _Blocks(FusedOp):
             reasons = [f"{len(parts)} parts, at most {MOST_PARTS}"]
         if not reasons and hasattr(needs, "activation") and (len(parts) != 2 or parts[0] != parts[1]):
             reasons = [f"parts {parts} of a gate and up, only two of one size"]
-        return reasons or refusals(needs)
+        return reasons or refusals(needs, "quant")
 
     @staticmethod
     def product(needs: Any, tensors: Any) -> Product:
@@ -90,10 +90,10 @@ class QuantEmbedding:
     def unsupported(needs: EmbedNeeds) -> list[str]:
         if needs.tp_size > 1:
             return [f"tp_size {needs.tp_size}, only 1"]
-        return _format_refusals(needs.weight_format) or refusals(needs)
+        return _format_refusals(needs.weight_format) or refusals(needs, "quant")
 
     @staticmethod
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:
         part = Part(tensors.weight.data_ptr(), needs.num_rows, KIND_NUMBERS[needs.weight_format])
         op = QuantEmbed(part, needs.hidden_size, scale_of(needs), DTYPES[needs.dtype])
-        return EmbeddingRows(needs, tensors, library.kernels().quant_embed, op)
+        return EmbeddingRows(needs, tensors, library.kernels("quant").quant_embed, op)

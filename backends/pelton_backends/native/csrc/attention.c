@@ -1,7 +1,7 @@
 /* Paged attention of a step's rows: keys and values are written, then tasks are handed out. A task has some tokens of one row and
    one key head, or one token and all of them. A long row's keys are cut into spans that leave their sums, and these are joined last.
    A prefix that all rows share is gone through once, for many rows at a time, and each row's own task starts from its sums. */
-#include "attention.h"
+#include "float_kernels.h"
 
 enum {
     TILE_QUERIES = 192, /* of a task: tokens times the heads of its key head */
@@ -11,8 +11,6 @@ enum {
     WRITE_TOKENS = 16,  /* that one task writes */
     FEW_KEYS = 256,     /* times heads: one thread is as fast */
 };
-
-typedef int (*attend_fn)(const struct attention *, const struct task *, struct turn *);
 
 /* Some work of a step. */
 struct place {
@@ -54,16 +52,36 @@ INLINE float *state_at(const struct plan *plan, int64_t index) { return plan->st
 
 /* ---- how a step is cut ---- */
 
+INLINE attend_fn decode_of(const struct attention *op) {
+#if PELTON_ISA >= ISA_AVX512_BF16
+    if (op->dtype == DTYPE_BF16 && pelton_decodes_avx512(op))
+        return pelton_decode_avx512;
+#endif
+    return pelton_float.decode;
+}
+
+INLINE attend_fn prefill_of(const struct attention *op) {
+#if PELTON_ISA >= ISA_AVX512_BF16
+    if (op->dtype == DTYPE_BF16 && op->head_dim % 2 == 0)
+        return pelton_prefill_avx512;
+#endif
+    return pelton_float.prefill;
+}
+
+/* Whether the op has to have the library of kernels in float32 arithmetic. */
+EXPORT int pelton_attention_takes_float(const struct attention *op) {
+#if PELTON_ISA >= ISA_AVX512_BF16
+    return decode_of(op) != pelton_decode_avx512 || prefill_of(op) != pelton_prefill_avx512;
+#else
+    (void)op;
+    return 0;
+#endif
+}
+
 static void choose_paths(struct plan *plan) {
     const struct attention *op = plan->op;
     const struct step *step = plan->step;
-    plan->one_token = pelton_decode, plan->more_tokens = pelton_prefill;
-#if PELTON_ISA >= ISA_AVX512_BF16
-    if (op->dtype == DTYPE_BF16 && op->head_dim % 2 == 0)
-        plan->more_tokens = pelton_prefill_avx512;
-    if (op->dtype == DTYPE_BF16 && pelton_decodes_avx512(op))
-        plan->one_token = pelton_decode_avx512;
-#endif
+    plan->one_token = decode_of(op), plan->more_tokens = prefill_of(op);
     int64_t num_tokens = step->query_start[step->num_rows] - step->query_start[0];
     plan->prefix = step->common_prefix == NULL ? 0 : kept_of(step, *step->common_prefix);
     plan->heads = step->num_rows >= 2 * plan->threads ? op->num_kv_heads : 1;

@@ -107,6 +107,8 @@ void pelton_copy_query(const struct attention *op, const struct task *task, int6
 /* Keys and values of a token of `qkv`, in place of its slot. */
 void pelton_write_keys(const struct rope *op, const struct attention *cache, const struct written *step, const void *qkv, int64_t token);
 
+typedef int (*attend_fn)(const struct attention *, const struct task *, struct turn *);
+
 /* 0, or 1 when memory ran out. The first is for one token; the second for any number of them, and of one key head. */
 int pelton_decode(const struct attention *op, const struct task *task, struct turn *turn);
 int pelton_prefill(const struct attention *op, const struct task *task, struct turn *turn);

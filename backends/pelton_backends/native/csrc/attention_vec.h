@@ -5,13 +5,25 @@
 #include "attention.h"
 #include "lines.h"
 
-#if defined(__SSE__)
+/* GCC's own names: it takes longer to read <immintrin.h> than to compile most files here. */
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10
+#if defined(__AVX512F__) && __has_builtin(__builtin_ia32_maxps512_mask)
+#define MAX(a, b) __builtin_ia32_maxps512_mask(a, b, a, (unsigned short)-1, 4)
+#elif !defined(__AVX512F__) && defined(__AVX__) && __has_builtin(__builtin_ia32_maxps256)
+#define MAX(a, b) __builtin_ia32_maxps256(a, b)
+#elif !defined(__AVX__) && defined(__SSE__) && __has_builtin(__builtin_ia32_maxps)
+#define MAX(a, b) __builtin_ia32_maxps(a, b)
+#endif
+#endif
+#if defined(__SSE__) && !defined(MAX)
 #include <immintrin.h>
 #endif
 
 /* b where either is NaN */
 INLINE vec vec_max(vec a, vec b) {
-#if defined(__AVX512F__)
+#if defined(MAX)
+    return MAX(a, b);
+#elif defined(__AVX512F__)
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX__)
     return (vec)_mm256_max_ps((__m256)a, (__m256)b);

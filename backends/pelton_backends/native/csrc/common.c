@@ -21,17 +21,17 @@ static void *at_least(struct memory *memory, size_t bytes) {
     return memory->start;
 }
 
-void *pelton_scratch(size_t bytes) {
+SHARED void *pelton_scratch(size_t bytes) {
     static __thread struct memory memory;
     return at_least(&memory, bytes);
 }
 
-void *pelton_shared(size_t bytes) {
+SHARED void *pelton_shared(size_t bytes) {
     static __thread struct memory memory;
     return at_least(&memory, bytes);
 }
 
-void *pelton_between(size_t bytes) {
+SHARED void *pelton_between(size_t bytes) {
     static __thread struct memory memory;
     return at_least(&memory, bytes);
 }

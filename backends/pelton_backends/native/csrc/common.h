@@ -23,6 +23,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
+/* For the libraries beside this one (build.py): calls within this one are as direct as before. */
+#define SHARED __attribute__((visibility("protected")))
 
 typedef uint16_t bf16;
 

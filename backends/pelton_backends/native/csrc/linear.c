@@ -1,12 +1,28 @@
 /* Entries of products with a plain weight, and rows of an embedding. */
-#include "linear.h"
+#include "float_kernels.h"
 
-const struct engine *pelton_engine(const struct linear *op) {
+#if PELTON_ISA >= ISA_AVX512_BF16
+struct float_kernels pelton_float;
+
+SHARED void pelton_take_float(const struct float_kernels *kernels) { pelton_float = *kernels; }
+#endif
+
+SHARED const struct engine *pelton_engine(const struct linear *op) {
 #if PELTON_ISA >= ISA_AVX512_BF16
     if (op->dtype == DTYPE_BF16 && op->in_features % 2 == 0)
         return &pelton_bf16;
 #endif
-    return op->dtype == DTYPE_BF16 ? &pelton_vec_bf16 : &pelton_vec_f32;
+    return op->dtype == DTYPE_BF16 ? pelton_float.bf16 : pelton_float.f32;
+}
+
+/* Whether the op has to have the library of kernels in float32 arithmetic. */
+EXPORT int pelton_product_takes_float(const struct linear *op) {
+#if PELTON_ISA >= ISA_AVX512_BF16
+    return pelton_engine(op) != &pelton_bf16 || finishes_in_float(op);
+#else
+    (void)op;
+    return 0;
+#endif
 }
 
 /* Rows -> output [num_rows, output_stride]; `rows` only with a norm. 1: no memory. */

@@ -66,6 +66,11 @@ extern const struct engine pelton_vec_f32, pelton_vec_bf16, pelton_vec_mixed, pe
 /* The fastest that there is for the op. */
 const struct engine *pelton_engine(const struct linear *op);
 
+/* What `pelton_bf16` leaves to float32 arithmetic behind its sums. */
+INLINE int finishes_in_float(const struct linear *op) {
+    return op->soft_cap > 0.0f || op->activation > ACTIVATION_SILU || op->bare_activation;
+}
+
 /* Row `row` of a call: residual' to its place where that is wanted, norm(residual') to `x`. */
 INLINE void pelton_prepare_row(const struct linear *op, const struct rows *in, int64_t row, void *x) {
     pelton_engine(op)->prepare(op, in, row, x);

@@ -3,7 +3,7 @@
    A panel is PANEL rows of a weight (with an activation: 16 of the gate and the 16 of up that belong to them) as
    [in / 2][PANEL][2]. Rows of the input go in blocks of BLOCK, as [in / 2][rows of the block][2]: 24 of 32 registers are sums, two
    a panel's vectors, and every operand is read in one stream. */
-#include "linear.h"
+#include "float_kernels.h"
 #include "tile_avx512.h"
 
 #if PELTON_ISA >= ISA_AVX512_BF16
@@ -297,15 +297,15 @@ INLINE void finish_row(const struct linear *op, const float *sums, int64_t first
 
 static void finish(const struct linear *op, float *sums, int64_t m, int64_t first, int64_t count, char *output,
                    size_t row_bytes) {
-    if (op->soft_cap > 0.0f || op->activation > ACTIVATION_SILU || op->bare_activation) {
-        pelton_vec_bf16.finish(op, sums, m, first, count, output, row_bytes);
+    if (finishes_in_float(op)) {
+        pelton_float.bf16->finish(op, sums, m, first, count, output, row_bytes);
         return;
     }
     for (int64_t row = 0; row < m; row++)
         finish_row(op, sums + row * PANEL, first, count, output + (size_t)row * row_bytes);
 }
 
-const struct engine pelton_bf16 = {
+SHARED const struct engine pelton_bf16 = {
     .most_rows = BLOCK, .dot_rows = DOT_ROWS, .near_rows = NEAR_ROWS, .fetch_far = FETCH_FAR, .x_bytes = sizeof(bf16),
     .weight_bytes = sizeof(bf16), .step = 2, .prepare = prepare, .pack_panel = pack_panel, .pack_block = pack_block,
     .multiply = multiply, .spread_rows = spread_rows, .dots = dot_rows, .finish = finish,

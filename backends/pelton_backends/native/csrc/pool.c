@@ -142,7 +142,7 @@ static int64_t take(struct part *part) {
     return -1;
 }
 
-int may_write(struct turn *turn) {
+SHARED int may_write(struct turn *turn) {
     if (turn->run == 0)
         return 1;
     turn->has_asked = 1;
@@ -153,7 +153,7 @@ int may_write(struct turn *turn) {
     return turn->writes;
 }
 
-int is_wanted(const struct turn *turn) { return turn->run == 0 || atomic_load(&pool.run) == turn->run; }
+SHARED int is_wanted(const struct turn *turn) { return turn->run == 0 || atomic_load(&pool.run) == turn->run; }
 
 static void run_task(struct part *part, int64_t task) {
     struct turn *turn = &part->turn;
@@ -248,9 +248,9 @@ static void forget_threads(void) {
 
 /* ---- the caller ---- */
 
-int pool_num_threads(void) { return pool.num_threads; }
+SHARED int pool_num_threads(void) { return pool.num_threads; }
 
-int pool_num_free(void) { return is_inside ? 1 : pool.num_threads; }
+SHARED int pool_num_free(void) { return is_inside ? 1 : pool.num_threads; }
 
 static int is_done(const struct part *part, int64_t task) {
     return atomic_load_explicit(&pool.tasks[task], memory_order_acquire) == (part->run << 2 | DONE);
@@ -291,7 +291,7 @@ static void run_alone(struct pool_work work) {
     }
 }
 
-void pool_do(struct pool_work work) {
+SHARED void pool_do(struct pool_work work) {
     if (pool.num_threads == 1 || work.num_tasks <= 1 || work.is_small || is_inside || work.num_tasks >= (int64_t)PLACE_MASK ||
         atomic_exchange(&pool.is_taken, 1)) {
         run_alone(work);

@@ -6,16 +6,16 @@
 static int num_threads = 1;
 static __thread int is_inside;
 
-int pool_num_threads(void) { return num_threads; }
+SHARED int pool_num_threads(void) { return num_threads; }
 
-int pool_num_free(void) { return is_inside ? 1 : num_threads; }
+SHARED int pool_num_free(void) { return is_inside ? 1 : num_threads; }
 
-int may_write(struct turn *turn) {
+SHARED int may_write(struct turn *turn) {
     (void)turn;
     return 1;
 }
 
-int is_wanted(const struct turn *turn) {
+SHARED int is_wanted(const struct turn *turn) {
     (void)turn;
     return 1;
 }
@@ -26,7 +26,7 @@ static void run_alone(struct pool_work work) {
         work.run(work.context, task, &turn);
 }
 
-void pool_do(struct pool_work work) {
+SHARED void pool_do(struct pool_work work) {
     if (num_threads == 1 || work.num_tasks <= 1 || work.is_small || is_inside) {
         run_alone(work);
         return;

@@ -278,7 +278,7 @@ static void prepare(struct call *call) {
         memcpy(call->rows, call->in.hidden, (size_t)(num_rows * call->line_bytes));
 }
 
-int pelton_product(const struct linear *op, const struct rows *in, void *output, const struct panel_source *source) {
+SHARED int pelton_product(const struct linear *op, const struct rows *in, void *output, const struct panel_source *source) {
     const struct engine *engine = source == NULL ? pelton_engine(op) : source->engine;
     if (in->num_rows == 0)
         return 0;

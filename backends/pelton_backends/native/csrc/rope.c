@@ -80,7 +80,7 @@ static const char *query_at(const struct attention *op, const struct task *task,
     return (const char *)task->query + (size_t)(token * task->query_stride + index * op->head_dim) * size_of(op->dtype);
 }
 
-void pelton_take_query(const struct attention *op, const struct task *task, int64_t token, int64_t index, float *line, int64_t padded) {
+SHARED void pelton_take_query(const struct attention *op, const struct task *task, int64_t token, int64_t index, float *line, int64_t padded) {
     const char *from = query_at(op, task, token, index);
     widen_line(from, line, op->head_dim, padded, op->dtype);
     if (task->rope == NULL)
