@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -56,6 +57,8 @@ LONGEST = (
     "lora",
 )
 """Files that take 0.4 s and more, the longest first: the last one to end should be a short one."""
+
+NAME_FLAG = "-install_name" if sys.platform == "darwin" else "-soname"
 
 logger = get_logger(__name__)
 
@@ -103,7 +106,7 @@ def build_libraries(
                 made = Path(place) / library.name
                 parts = [str(_object(source, Path(place))) for source in sources[group]]
                 parts += [] if group == BASE else [str(libraries[BASE])]
-                named = f"-Wl,-soname,{library.name}"  # by which a loaded base is found
+                named = f"-Wl,{NAME_FLAG},{library.name}"  # by which a loaded base is found
                 _run([compiler, "-shared", named, *extra_flags, *parts, "-lm", "-pthread", "-o", str(made)])
                 os.replace(made, library)
     what = ", ".join(lacking)
