@@ -11,9 +11,12 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import msgspec
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from pelton.logging import get_logger
+from pelton_plugins.server import anthropic, cohere
+from pelton_plugins.server.errors import ErrorResponse
 from pelton_plugins.server.origins import Hosts, Origins, refuse
 from pelton_plugins.server.state import ServerState
 
@@ -122,7 +125,7 @@ class Middleware:
         else:
             await refuse(
                 send, 401, "Wrong or missing API key. Send it as `Authorization: Bearer KEY`.",
-                (b"www-authenticate", b"Bearer"),
+                (b"www-authenticate", b"Bearer"), encode=_shape_of(scope["path"]),
             )  # fmt: skip
 
     def _retry_after(self) -> bytes:
@@ -151,6 +154,13 @@ class Middleware:
                 if REQUEST_ID.fullmatch(text):
                     return text
         return uuid.uuid4().hex
+
+
+def _shape_of(path: str) -> Callable[[ErrorResponse], bytes]:
+    """Encode an error as the clients of a route read it."""
+    if path.startswith("/v1/messages"):
+        return anthropic.error_body
+    return cohere.error_body if path.startswith(("/v2/", "/cohere/")) else msgspec.json.encode
 
 
 def _method(scope: Scope) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from litestar.types import Message, Scope, Send
 
 from pelton_plugins.server.config import ServerConfig, is_loopback
-from pelton_plugins.server.errors import error_response
+from pelton_plugins.server.errors import ErrorResponse, error_response
 
 ANY = "*"
 ALLOWED = [
@@ -99,9 +99,15 @@ def _header(scope: Scope, wanted: bytes) -> bytes | None:
     return next((value for name, value in scope["headers"] if name == wanted), None)
 
 
-async def refuse(send: Send, status: int, message: str, *headers: tuple[bytes, bytes]) -> None:
-    """Answer with an error, in the one shape that errors have."""
-    body = msgspec.json.encode(error_response(status, message))
+async def refuse(
+    send: Send,
+    status: int,
+    message: str,
+    *headers: tuple[bytes, bytes],
+    encode: Callable[[ErrorResponse], bytes] = msgspec.json.encode,
+) -> None:
+    """Answer with an error. encode: to the shape that the route's errors have, where that is another than OpenAI's."""
+    body = encode(error_response(status, message))
     head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body, "more_body": False})

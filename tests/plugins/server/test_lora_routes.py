@@ -71,6 +71,8 @@ def test_an_adapter_is_loaded_and_unloaded_while_the_server_runs(client, folders
     again = post(client, "load_lora_adapter", lora_name="second", lora_path=path)
     assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")
     assert "already been loaded" in again.json()["error"]["message"]
+    nowhere = post(client, "load_lora_adapter", lora_name="third", lora_path=path + "-no")
+    assert (nowhere.status_code, nowhere.json()["error"]["param"]) == (404, "lora_path")
     inplace = post(client, "load_lora_adapter", lora_name="second", lora_path=path, load_inplace=True)
     assert inplace.status_code == 200
     assert complete(client, "second") == complete(client, "first")

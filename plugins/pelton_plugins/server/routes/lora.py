@@ -41,7 +41,11 @@ async def _load(exchange: Exchange, request: LoadAdapterRequest) -> None:
             param="lora_name",
         )
     number = 1 if served is None else served.lora_int_id + 1  # another number: the folder is read again
-    await llm.add_lora(LoRARequest(name, number, request.lora_path))
+    try:
+        await llm.add_lora(LoRARequest(name, number, request.lora_path))
+    except RequestError as error:
+        error.param = "lora_path" if error.param == "model" else error.param
+        raise
     if served is not None:
         await llm.forget_lora(served)
     await _answer(exchange, f"LoRA adapter '{name}' added.")
