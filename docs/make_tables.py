@@ -21,6 +21,7 @@ from pelton import env, hookspecs, limits
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.config.engine import SECTIONS
 from pelton.config.field_docs import first_line
+from pelton.config.other_names import other_names
 from pelton.entries import BackendEntry
 from pelton.plugins import load_plugins
 from pelton_plugins.flags.table import SHORT_FLAGS, Flag, make_flags
@@ -128,8 +129,30 @@ def flags_page() -> str:
         "## Environment variables",
         table(("variable", "setting", "what"), [(f"`{v.name}`", f"`{v.setting}`", v.doc) for v in env.VARIABLES]),
         "huggingface_hub's own, such as `HF_HUB_OFFLINE` and `HF_HOME`, are honoured by it.",
+        "## vLLM's names",
+        "Settings of vLLM's that are called otherwise here do the same, on the command line and as arguments of `LLM`.",
+        table(
+            ("vLLM's", "here"),
+            [(f"`{name}`", _shown_name(name, one.here)) for name, one in other_names().items() if one.here],
+        ),
+        "Those that Pelton does not have are refused in one line, unless they ask for nothing: `None`, or a value of the last "
+        "column.",
+        table(
+            ("vLLM's", "what to do", "accepted"),
+            [
+                (f"`{name}`", one.instead, ", ".join(f"`{json.dumps(value)}`" for value in one.accepts) or "-")
+                for name, one in other_names().items()
+                if one.instead
+            ],
+        ),
     ]
     return "\n\n".join(parts)
+
+
+def _shown_name(name: str, here: str) -> str:
+    section, dot, _ = name.partition(".")
+    own = f"`{section}{dot}{here.removeprefix('!')}`" if dot else f"`{here.removeprefix('!')}`"
+    return f"the opposite of {own}" if here.startswith("!") else own
 
 
 def _flag_table(flags: Sequence[Flag]) -> str:
