@@ -19,15 +19,9 @@ from pelton.attention.support import GraphSupport
 from pelton.kv_cache.views import KVLayout
 
 __all__ = [
-    "AttentionBackend",
-    "AttentionNeeds",
-    "AttentionParams",
-    "BoundAttention",
-    "GraphSupport",
-    "IndexerParams",
-    "KVLayout",
+    "AttentionBackend", "AttentionNeeds", "AttentionParams", "BoundAttention", "GraphSupport", "IndexerParams", "KVLayout",
     "LatentParams",
-]
+]  # fmt: skip
 
 if TYPE_CHECKING:
     import torch

@@ -300,20 +300,13 @@ class LLM:
         process = self.llm_engine.input_processor.process
         return [
             self._blamed(
-                index,
-                len(prompts),
-                process,
-                prompt,
-                one,
-                priority=priority,
-                adapter=adapter,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                **shared,
+                index, len(prompts), process, prompt, one, priority=priority, adapter=adapter,
+                output_kind=RequestOutputKind.FINAL_ONLY, **shared,
             )
             for index, (prompt, one, priority, adapter) in enumerate(
                 zip(prompts, params, priorities, adapters, strict=True)
             )
-        ]
+        ]  # fmt: skip
 
     def _blamed(
         self, index: int, count: int, process: Callable[..., ProcessedRequest], *given: Any, **options: Any
