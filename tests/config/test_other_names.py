@@ -12,10 +12,17 @@ from pelton.config import EngineConfig
 from pelton.config.engine import FIELD_HOME, SECTIONS, explicit_names
 from pelton.config.other_names import OtherName, other_names
 from pelton.errors import ConfigError
+from pelton_plugins.bench.latency import LatencyArguments
 from pelton_plugins.server.config import ServerConfig
 
 NAMES = other_names()
-OURS = {*FIELD_HOME, *ServerConfig.__struct_fields__, "plugin_config", *(f"{section}_config" for section in SECTIONS)}
+OURS = {
+    *FIELD_HOME,
+    *ServerConfig.__struct_fields__,
+    *LatencyArguments.__struct_fields__,
+    "plugin_config",
+    *(f"{section}_config" for section in SECTIONS),
+}
 OTHER_WORDS = {
     "logits_processor_args",
     "rope_theta",
