@@ -99,6 +99,8 @@ class ModelEntry(Entry):
     """What the setting `model_impl` calls it, where it names one kind of models: "transformers" for its modules."""
     reserved_positions: int = 0
     """Positions that config.json counts and no token has: 2 of the RoBERTa family."""
+    config_defaults: tuple[tuple[str, Any], ...] = ()
+    """Fields that config.json may leave out, and their values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

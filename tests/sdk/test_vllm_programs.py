@@ -143,3 +143,13 @@ def test_engine_args_make_engines(model: str, expected: list[list[int]]) -> None
     assert asyncio.run(stream()) == expected[0]
     with pytest.raises(ConfigError, match="Unknown setting 'max_num_seq'"):
         LLMEngine.from_engine_args(EngineArgs(model=model, max_num_seq=1))
+
+
+def test_methods_of_workers_are_called_between_steps(llm: LLM, tmp_path: Path) -> None:
+    llm.call("worker.start_profile", str(tmp_path))
+    llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    trace = Path(llm.call("worker.stop_profile", timeout_s=300.0))
+    assert trace.parent == tmp_path and trace.stat().st_size > 0
+    assert llm.call("kv_cache_usage") == 0.0
+    with pytest.raises(RequestError, match="has no method 'fly'"):
+        llm.call("worker.fly")

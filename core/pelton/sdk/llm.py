@@ -377,6 +377,10 @@ class LLM:
         """Return what was counted so far; empty with disable_log_stats."""
         return self.llm_engine.get_metrics()
 
+    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        """Call a method of the engine, or `worker.NAME` of its workers, between two steps: `call("worker.start_profile", folder)`."""
+        return self.llm_engine.client.call(method, *args, timeout_s=timeout_s)
+
     def kv_cache_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""
         return self.llm_engine.kv_cache_usage()
