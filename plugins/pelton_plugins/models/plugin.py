@@ -49,6 +49,8 @@ def pelton_models() -> Sequence[ModelEntry]:
             doc="Llama 4 with its part for images, of which the text is read",
         ),
         *(_text_part(*one) for one in _TEXT_PARTS),
+        _entry("mamba2", "Mamba2ForCausalLM", "Mamba-2: layers with a state, and no attention; on CPUs"),
+        _entry("bamba", "BambaForCausalLM", "Bamba: layers with a state (Mamba-2), and some with attention; on CPUs"),
         ModelEntry(
             name="gpt_oss",
             load="pelton_plugins.models.gpt_oss:GptOssForCausalLM",
