@@ -21,7 +21,8 @@ from pelton import env, hookspecs, limits
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.config.engine import SECTIONS
 from pelton.config.field_docs import first_line
-from pelton.entries import BackendEntry
+from pelton.config.other_names import other_names
+from pelton.entries import POOL, BackendEntry
 from pelton.plugins import load_plugins
 from pelton_plugins.flags.table import SHORT_FLAGS, Flag, make_flags
 
@@ -128,8 +129,30 @@ def flags_page() -> str:
         "## Environment variables",
         table(("variable", "setting", "what"), [(f"`{v.name}`", f"`{v.setting}`", v.doc) for v in env.VARIABLES]),
         "huggingface_hub's own, such as `HF_HUB_OFFLINE` and `HF_HOME`, are honoured by it.",
+        "## vLLM's names",
+        "Settings of vLLM's that are called otherwise here do the same, on the command line and as arguments of `LLM`.",
+        table(
+            ("vLLM's", "here"),
+            [(f"`{name}`", _shown_name(name, one.here)) for name, one in other_names().items() if one.here],
+        ),
+        "Those that Pelton does not have are refused in one line, unless they ask for nothing: `None`, or a value of the last "
+        "column.",
+        table(
+            ("vLLM's", "what to do", "accepted"),
+            [
+                (f"`{name}`", one.instead, ", ".join(f"`{json.dumps(value)}`" for value in one.accepts) or "-")
+                for name, one in other_names().items()
+                if one.instead
+            ],
+        ),
     ]
     return "\n\n".join(parts)
+
+
+def _shown_name(name: str, here: str) -> str:
+    section, dot, _ = name.partition(".")
+    own = f"`{section}{dot}{here.removeprefix('!')}`" if dot else f"`{here.removeprefix('!')}`"
+    return f"the opposite of {own}" if here.startswith("!") else own
 
 
 def _flag_table(flags: Sequence[Flag]) -> str:
@@ -312,7 +335,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "decode context parallel": {"decode_context_parallel": 2},
 }
 
-ATTENTION_TYPES: dict[str, dict[str, Any]] = {"decoder": {}, "encoder": {}, "cross": {}, "indexer": {"head_dim": 128}}
+STATE = replace(PLAIN, attention_type="state")
+"""And of layers with a state."""
+ATTENTION_TYPES: dict[str, dict[str, Any]] = {
+    "decoder": {}, "encoder": {}, "cross": {}, "indexer": {"head_dim": 128}, "state": {},
+}  # fmt: skip
 """With what else their layers need."""
 
 Backend = type[AttentionBackend]
@@ -320,7 +347,8 @@ Backend = type[AttentionBackend]
 
 def takes(backend: Backend, capability: tuple[int, int] | None = None, **changes: Any) -> bool:
     """Whether the backend takes the plain needs with these changes. What it has against the plain ones is this machine's."""
-    plain = LATENT if "is_mla" in backend.handles else PLAIN
+    has_states = "attention_type" in backend.handles and not backend.unsupported(STATE)
+    plain = LATENT if "is_mla" in backend.handles else STATE if has_states else PLAIN
     needs = replace(plain, **changes)
     reasons = set(backend.unsupported(needs, capability)) - set(backend.unsupported(plain))
     return not reasons and backend.handles.issuperset(needs.optional())
@@ -435,11 +463,13 @@ def models_page() -> str:
     rows = []
     for entry in sorted(models, key=lambda entry: (entry.kind, entry.name)):
         families = [family for family, (_, model, _) in FAMILIES.items() if model in entry.architectures]
-        tested = (
-            tests_of(families)
-            if families
-            else naming([module := entry.name.partition("-")[0], f"xlm_{module}"], ["plugins/models"])
-        )
+        module = entry.name.partition("-")[0]
+        if families:
+            tested = tests_of(families)
+        elif entry.kind == POOL:
+            tested = naming([module, f"xlm_{module}"], ["plugins/models"])
+        else:
+            tested = naming([*entry.architectures, entry.name], ["e2e"])
         names = ", ".join(f"`{name}`" for name in entry.architectures)
         rows.append((f"`{entry.name}`", names, entry.kind, entry.doc, tested))
     folders = ("plugins/quantization", "plugins/loaders", "core/quantization")

@@ -26,6 +26,7 @@ class Entry:
     load: str  # "module:attribute"
     priority: int = 50
     doc: str = ""  # one line, shown by `pelton plugins`
+    aliases: tuple[str, ...] = ()  # what else settings may call it; another's `name` comes first
     plugin: str = field(default="", compare=False)  # who offers it; filled in by the loader, as the next
     hook: str = field(default="", compare=False)
 
@@ -65,8 +66,6 @@ class BackendEntry(Entry):
     """An attention backend: `load` gives an `AttentionBackend` class."""
 
     device_types: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    """What else settings may call it, in either case; another's `name` comes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +99,8 @@ class ModelEntry(Entry):
     """What the setting `model_impl` calls it, where it names one kind of models: "transformers" for its modules."""
     reserved_positions: int = 0
     """Positions that config.json counts and no token has: 2 of the RoBERTa family."""
+    config_defaults: tuple[tuple[str, Any], ...] = ()
+    """Fields that config.json may leave out, and their values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,6 @@ class ExecutorEntry(Entry):
 
     runs_several: bool = False
     """It spreads one model over several ranks. Where no executor is named, sizes of parallel groups above 1 choose among those."""
-    aliases: tuple[str, ...] = ()  # what else settings may call it
     imports: tuple[str, ...] = ()
     """Modules that take long to import and that it needs in any case. An engine's process imports them while its model is found."""
 

@@ -68,13 +68,9 @@ def hookspec(*, since: str, deprecated: str | None = None) -> Callable[[F], F]:
     def declare(function: F) -> F:
         signature = inspect.signature(function)
         _HOOKS[function.__name__] = Hook(
-            name=function.__name__,
-            arguments=tuple(signature.parameters),
-            doc=inspect.cleandoc(function.__doc__ or ""),
-            returns=str(signature.return_annotation),
-            since=since,
-            deprecated=deprecated,
-        )
+            name=function.__name__, arguments=tuple(signature.parameters), doc=inspect.cleandoc(function.__doc__ or ""),
+            returns=str(signature.return_annotation), since=since, deprecated=deprecated,
+        )  # fmt: skip
         return _mark(function)
 
     return declare

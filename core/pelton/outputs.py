@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from pelton.errors import ErrorInfo
@@ -196,16 +196,7 @@ class PoolingRequestOutput(Generic[Result]):
 
     def of(self, outputs: Any) -> PoolingRequestOutput[Any]:
         """The same with other outputs."""
-        return PoolingRequestOutput(
-            self.request_id,
-            outputs,
-            self.prompt_token_ids,
-            self.finished,
-            self.prompt,
-            self.num_cached_tokens,
-            self.metrics,
-            self.error,
-        )
+        return replace(self, outputs=outputs)
 
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]

@@ -162,7 +162,7 @@ class Plugins:
             if entry.name == name:
                 return entry
         for entry in entries:
-            if name in getattr(entry, "aliases", ()):
+            if name in entry.aliases:
                 return entry
         known = ", ".join(e.name for e in entries) or "none"
         raise ConfigError(f"{setting} is {name!r}; available: {known}. Is its plugin installed, and in {ENV_FILTER}?")

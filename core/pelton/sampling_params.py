@@ -110,6 +110,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """Of a longer prompt the last so many tokens are read; -1: as many as leave room for max_tokens."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -181,10 +183,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 )
         if self.seed is not None:
             _integer("seed", self.seed, -limits.MAX_SEED, limits.MAX_SEED)
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             value = getattr(self, name)
             if value is not None:
                 _integer(name, value, -1, 2**31 - 1)
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be -1 or above 0", param="truncate_prompt_tokens", value=0)
         if self.is_greedy and self.n > 1:
             raise RequestError("n must be 1 with greedy sampling (temperature 0)", param="n", value=self.n)
         self._verify_lists()

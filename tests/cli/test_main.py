@@ -84,6 +84,12 @@ def test_each_command_has_help(name, capsys):
     assert f"usage: pelton {name}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name, shown", [("complete", "generate"), ("collect_env", "collect-env")])
+def test_vllms_names_of_commands(name, shown, capsys):
+    assert main([name, "--help"]) == 0
+    assert f"usage: pelton {shown}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("argv", [["--version"], ["-V"], ["version"]])
 def test_version(argv, capsys):
     assert main(argv) == 0

@@ -32,7 +32,8 @@ def test_the_wheel_holds_the_four_packages_and_no_more(wheel):
 def test_the_wheel_has_every_module_of_the_trees(wheel):
     for tree in ("core/pelton", "platforms/pelton_platforms", "backends/pelton_backends", "plugins/pelton_plugins"):
         parent = (ROOT / tree).parent
-        ours = {path.relative_to(parent).as_posix() for path in (ROOT / tree).rglob("*.py")}
+        found = [*(ROOT / tree).rglob("*.py"), *(ROOT / tree).rglob("*.toml")]
+        ours = {path.relative_to(parent).as_posix() for path in found}
         assert ours <= set(wheel.namelist())
 
 

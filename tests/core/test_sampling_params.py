@@ -31,6 +31,7 @@ BAD: dict[str, list[Any]] = {
     "ignore_eos": ["x", 0, None],
     "logprobs": [-2, 1.5, "3"],
     "prompt_logprobs": [-2, 1.5, "3"],
+    "truncate_prompt_tokens": [0, -2, 1.5, "3"],
     "detokenize": ["x", 1],
     "skip_special_tokens": [5],
     "spaces_between_special_tokens": [None],

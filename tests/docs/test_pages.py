@@ -133,6 +133,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton_plugins.bench.table.chain import ChainArguments
     from pelton_plugins.bench.table.command import TableArguments
     from pelton_plugins.bench.throughput import ThroughputArguments
+    from pelton_plugins.bench.tune import TuneArguments
     from pelton_plugins.commands.chat import ChatArguments
     from pelton_plugins.commands.generate import GenerateArguments
     from pelton_plugins.commands.plugins import PluginsArguments
@@ -160,6 +161,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [SpeculationArguments],
         [TableArguments],
         [ThroughputArguments],
+        [TuneArguments],
     ):
         known |= {name for flag in make_flags(structs).values() for name in flag.names}
     for struct in (ChaosArguments, ServeArguments, SimulateArguments, StepsArguments, StreamArguments):

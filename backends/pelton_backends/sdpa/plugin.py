@@ -42,6 +42,13 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             doc="attention over gathered latents (MLA), in torch",
         ),
         BackendEntry(
+            name="state_space",
+            load="pelton_backends.sdpa.state_space:StateSpaceBackend",
+            priority=10,
+            device_types=("cpu",),
+            doc="states of Mamba-2's layers, in torch",
+        ),
+        BackendEntry(
             name="sdpa_sparse",
             load="pelton_backends.sdpa.sparse:SDPASparseBackend",
             priority=10,

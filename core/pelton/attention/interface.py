@@ -19,15 +19,9 @@ from pelton.attention.support import GraphSupport
 from pelton.kv_cache.views import KVLayout
 
 __all__ = [
-    "AttentionBackend",
-    "AttentionNeeds",
-    "AttentionParams",
-    "BoundAttention",
-    "GraphSupport",
-    "IndexerParams",
-    "KVLayout",
+    "AttentionBackend", "AttentionNeeds", "AttentionParams", "BoundAttention", "GraphSupport", "IndexerParams", "KVLayout",
     "LatentParams",
-]
+]  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +46,7 @@ class AttentionNeeds:
     logit_soft_cap: float | None = None
     has_sinks: bool = False
     has_alibi: bool = False
-    attention_type: str = "decoder"  # decoder, encoder, cross, indexer
+    attention_type: str = "decoder"  # decoder, encoder, cross, indexer, state
     is_mla: bool = False  # keys are latents [head_dim] that all heads read, values their first `latent_dim` numbers
     is_sparse: bool = False  # each token attends to those that an indexer chooses for it
     has_mm_prefix: bool = False

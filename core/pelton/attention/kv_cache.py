@@ -113,12 +113,9 @@ class _Binder:
         if index == len(self._backends):
             build = self._build
             backend = backend_class(
-                needs,
-                build.device,
-                max_num_seqs=build.max_num_seqs,
-                max_num_tokens=build.max_num_batched_tokens,
+                needs, build.device, max_num_seqs=build.max_num_seqs, max_num_tokens=build.max_num_batched_tokens,
                 max_model_len=build.max_model_len,
-            )
+            )  # fmt: skip
             backend.group_id = group_id
             self._backends.append(backend)
         return index

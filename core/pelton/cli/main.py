@@ -61,6 +61,8 @@ def _run(argv: list[str]) -> int:
         print(help_text(commands.values()))
         return 0
     if name not in commands:
+        name = next((entry.name for entry in commands.values() if name in entry.aliases), name)
+    if name not in commands:
         kind = "flag" if name.startswith("-") else "command"
         hint = did_you_mean(name, commands)
         raise ConfigError(f"Unknown {kind} {name!r}.{hint} Commands: {', '.join(sorted(commands))}.")

@@ -2,7 +2,7 @@
 
 from pelton.config.attention import AttentionConfig
 from pelton.config.compilation import CompilationConfig, CUDAGraphMode
-from pelton.config.engine import EngineConfig
+from pelton.config.engine import AsyncEngineArgs, EngineArgs, EngineConfig
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.config.kv_transfer import KVRole, KVTransferConfig
 from pelton.config.lora import LoRAConfig
@@ -14,8 +14,7 @@ from pelton.config.speculative import SpeculativeConfig
 from pelton.config.structured_outputs import StructuredOutputsConfig
 
 __all__ = [
-    "AttentionConfig", "CUDAGraphMode", "CompilationConfig", "EngineConfig", "KVCacheConfig", "KVRole", "KVTransferConfig",
-    "LoRAConfig", "LoadConfig",
-    "ModelConfig", "ObservabilityConfig", "ParallelConfig", "SchedulerConfig", "SpeculativeConfig",
-    "StructuredOutputsConfig",
+    "AsyncEngineArgs", "AttentionConfig", "CUDAGraphMode", "CompilationConfig", "EngineArgs", "EngineConfig", "KVCacheConfig",
+    "KVRole", "KVTransferConfig", "LoRAConfig", "LoadConfig", "ModelConfig", "ObservabilityConfig", "ParallelConfig",
+    "SchedulerConfig", "SpeculativeConfig", "StructuredOutputsConfig",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -22,6 +22,7 @@ from pelton.config.kv_transfer import KVTransferConfig
 from pelton.config.lora import LoRAConfig
 from pelton.config.model import LoadConfig, ModelConfig
 from pelton.config.observability import ObservabilityConfig
+from pelton.config.other_names import translated
 from pelton.config.parallel import ParallelConfig
 from pelton.config.pooling import PoolingConfig
 from pelton.config.scheduler import SchedulerConfig
@@ -61,6 +62,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.scheduler.max_steps_in_flight + self.parallel.pipeline_parallel_size - 1
 
 
+class EngineArgs(dict[str, Any]):
+    """Settings by their flat names, as vLLM's programs make them: `LLMEngine.from_engine_args(EngineArgs(model="smollm2"))`."""
+
+
+AsyncEngineArgs = EngineArgs
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     name: hint
     for name, hint in get_type_hints(EngineConfig).items()
@@ -86,6 +92,7 @@ FIELD_HOME: dict[str, tuple[str, str]] = {
 """Flat name to (section, field)."""
 _FLAT_NAME = {home: name for name, home in FIELD_HOME.items()}
 _CONFIG_SUFFIX = "_config"
+_FLAT = {*FIELD_HOME, *(section + _CONFIG_SUFFIX for section in SECTIONS), "plugin_config"}
 _EXAMPLES = {
     "show_hidden_metrics_for_version": "0.1",
     "pooling_type": "mean",
@@ -116,29 +123,33 @@ def section_of(name: str) -> str | None:
 def explicit_names(flat: Mapping[str, Any]) -> set[str]:
     """Flat names of the settings that the arguments of `from_flat` give, sections taken apart."""
     names: set[str] = set()
-    for name, value in flat.items():
+    for name, value in translated(flat, _FLAT):
         section = section_of(name)
         if section is None:
             names.add(name)
         else:
-            given = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
-            names.update(_FLAT_NAME.get((section, key), key) for key in given)
+            names.update(_FLAT_NAME.get((section, key), key) for key, _ in _fields(name, section, value))
     return names
+
+
+def _fields(name: str, section: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Fields of a section that is given as a whole, and their values."""
+    given = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name} is {value!r}; give a mapping of {section} settings.")
+    return translated(given, SECTIONS[section].__struct_fields__, f"{section}.")
 
 
 def build_from_flat(flat: Mapping[str, Any]) -> EngineConfig:
     """See `EngineConfig.from_flat`."""
     sections: dict[str, dict[str, Any]] = {}
     plugin_config: dict[str, Any] = {}
-    for name, value in flat.items():
+    for name, value in translated(flat, _FLAT):
         section = section_of(name)
         if name == "plugin_config":
             plugin_config = _checked_plugin_config(value)
         elif section is not None:
-            given = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
-            if not isinstance(given, Mapping):
-                raise ConfigError(f"{name} is {value!r}; give a mapping of {section} settings.")
-            for key, item in given.items():
+            for key, item in _fields(name, section, value):
                 _set(sections, section, key, item)
         else:
             section, field = flat_home(name)

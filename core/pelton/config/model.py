@@ -9,6 +9,7 @@ import msgspec
 from pelton.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+OTHER_DTYPES = {"float": "float32", "half": "float16"}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +24,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trust_remote_code: bool = False
     """Accepted for compatibility; Pelton never runs code from a model folder, so True is an error."""
     dtype: str = "auto"
-    """auto (the checkpoint's own, float32 weights stay float32), float32, bfloat16 or float16."""
+    """auto (the checkpoint's own, float32 weights stay float32), float32 (float), bfloat16 or float16 (half)."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; the model's own context length when unset."""
     seed: int = 0
@@ -57,6 +58,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "trust_remote_code is True; Pelton runs no code from model folders. Write a model plugin (docs/plugins.md)."
             )
+        msgspec.structs.force_setattr(self, "dtype", OTHER_DTYPES.get(self.dtype, self.dtype))
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}.")
         if not self.model_impl:

@@ -89,8 +89,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def served_indexes(self) -> range:
         """Numbers of the engines that this node's server deals requests out to."""
-        is_head = self.data_parallel_address is not None and self.data_parallel_start_rank == 0
-        return range(self.data_parallel_size) if is_head else self.engine_indexes
+        return self.engine_indexes if self.data_parallel_address is None else range(self.data_parallel_size)
 
     @property
     def engine_indexes(self) -> range:

@@ -29,6 +29,7 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.runner not in RUNNERS:
             raise ConfigError(f"runner is {self.runner!r}; use one of {', '.join(RUNNERS)}.")
+        msgspec.structs.force_setattr(self, "pooling_type", self.pooling_type and self.pooling_type.lower())
         if self.pooling_type is not None and self.pooling_type not in POOLING_TYPES:
             raise ConfigError(f"pooling_type is {self.pooling_type!r}; use one of {', '.join(POOLING_TYPES)}.")
         if any(size < 1 for size in self.matryoshka_dimensions):

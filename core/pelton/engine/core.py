@@ -506,13 +506,11 @@ def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, 
 def make_plan(config: EngineConfig, model: ResolvedModel, executor: Executor) -> KVCachePlan:
     kv_cache = config.kv_cache
     return plan_kv_cache(
-        executor.kv_cache_specs(),
-        executor.available_kv_cache_bytes(),
-        num_blocks_override=kv_cache.num_gpu_blocks_override,
-        max_model_len=model.max_model_len,
+        executor.kv_cache_specs(), executor.available_kv_cache_bytes(),
+        num_blocks_override=kv_cache.num_gpu_blocks_override, max_model_len=model.max_model_len,
         disable_hybrid=kv_cache.disable_hybrid_kv_cache_manager,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-    )
+    )  # fmt: skip
 
 
 def make_kv_manager(
@@ -568,13 +566,9 @@ def make_grammar_manager(
         return None
     _say_whose("Structured-output backend", found[0], plugins)
     context = StructuredOutputContext(
-        tokenizer_path=model.tokenizer_path,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        engine_config=config,
-        metrics=metrics,
-        load_tokenizer=lambda: load_tokenizer(config, model, plugins),
-    )
+        tokenizer_path=model.tokenizer_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids,
+        engine_config=config, metrics=metrics, load_tokenizer=lambda: load_tokenizer(config, model, plugins),
+    )  # fmt: skip
     return GrammarManager(lambda: make(found[0], StructuredOutputBackend, context))  # type: ignore[type-abstract]
 
 

@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
@@ -33,6 +33,19 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text}, {"prompt_token_ids": ids} with the text beside it when known, {"prompt_embeds": tensor}."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+class EmbedsPrompt(TypedDict):
+    prompt_embeds: Any
 
 
 @dataclass(slots=True)
@@ -125,29 +138,18 @@ class InputProcessor:
         params = msgspec.structs.replace(params)  # checked as its fields are now, whatever becomes of the user's
         embeds = self._embeds(prompt, params) if isinstance(prompt, Mapping) else None
         text, token_ids, param = (None, [0] * embeds.shape[0], "prompt_embeds") if embeds else self._tokenize(prompt)
+        if (most := params.truncate_prompt_tokens) is not None and embeds is None:
+            token_ids = token_ids[-(max(self.max_model_len - (params.max_tokens or 1), 1) if most == -1 else most) :]
         self._check_prompt(token_ids, param)
         bad_words = self._check_params(params)
         kv_transfer_params = self._check_transfer(kv_transfer_params, params)
         self._fill(params, len(token_ids), output_kind)
-        return ProcessedRequest(
-            request_id,
-            text,
-            token_ids,
-            params,
-            self._requests(
-                request_id,
-                params,
-                prompt_token_ids=token_ids,
-                bad_words_token_ids=bad_words,
-                priority=priority,
-                cache_salt=cache_salt,
-                timeout_s=timeout_s,
-                kv_transfer_params=kv_transfer_params,
-                adapter=adapter,
-                tenant=tenant,
-                prompt_embeds=embeds,
-            ),
-        )
+        requests = self._requests(
+            request_id, params, prompt_token_ids=token_ids, bad_words_token_ids=bad_words, priority=priority,
+            cache_salt=cache_salt, timeout_s=timeout_s, kv_transfer_params=kv_transfer_params, adapter=adapter, tenant=tenant,
+            prompt_embeds=embeds,
+        )  # fmt: skip
+        return ProcessedRequest(request_id, text, token_ids, params, requests)
 
     def process_pooling(
         self,
@@ -170,15 +172,9 @@ class InputProcessor:
             token_ids = truncated(token_ids, text, truncate_prompt_tokens, self.max_model_len, self.tokenizer)
         self._check_prompt(token_ids, param, num_new=0)
         request = EngineRequest(
-            request_id=f"{request_id}-{next(self._serial):x}",
-            prompt_token_ids=token_ids,
-            sampling_params=self._unread,
-            pooling_params=params,
-            priority=priority,
-            cache_salt=cache_salt,
-            timeout_s=timeout_s,
-            adapter=adapter,
-        )
+            request_id=f"{request_id}-{next(self._serial):x}", prompt_token_ids=token_ids, sampling_params=self._unread,
+            pooling_params=params, priority=priority, cache_salt=cache_salt, timeout_s=timeout_s, adapter=adapter,
+        )  # fmt: skip
         return ProcessedRequest(request_id, text, token_ids, self._unread, [request], params)
 
     def _requests(self, request_id: str, params: SamplingParams, **fields: Any) -> list[EngineRequest]:
@@ -247,8 +243,10 @@ class InputProcessor:
         given = prompt.get("prompt_embeds")
         if given is not None and not self.config.model.enable_prompt_embeds:
             raise NotSupportedError("enable_prompt_embeds is off here; send text or token ids.", param="prompt_embeds")
-        if given is not None and (params.prompt_logprobs is not None or prompt.get("prompt_token_ids") is not None):
-            raise _wrong("prompt_embeds", None, "without prompt_token_ids and prompt_logprobs, which are of tokens")
+        of_tokens = (params.prompt_logprobs, params.truncate_prompt_tokens, prompt.get("prompt_token_ids"))
+        if given is not None and any(value is not None for value in of_tokens):
+            wanted = "without prompt_token_ids, prompt_logprobs and truncate_prompt_tokens, which are of tokens"
+            raise _wrong("prompt_embeds", None, wanted)
         return None if given is None else read_prompt_embeds(given, self.model.hf_config["hidden_size"])
 
     def _read_ids(self, ids: Any) -> list[int]:

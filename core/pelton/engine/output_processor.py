@@ -248,14 +248,10 @@ class OutputProcessor:
         ]
         done.outputs.append(
             RequestOutput(
-                request.request_id,
-                request.processed.prompt,
-                request.processed.prompt_token_ids,
-                ended,
-                True,
+                request.request_id, request.processed.prompt, request.processed.prompt_token_ids, ended, True,
                 error=failure.to_info(),
             )
-        )
+        )  # fmt: skip
 
     def _note_first_token(self, sequence: SequenceState, stats: IterationStats, now: float) -> None:
         request = sequence.request

@@ -200,21 +200,15 @@ class SequenceState:
         tokens = len(self.token_ids)
         decode = _between(times.first_token, times.last_token)
         return FinishedRequestStats(
-            finish_reason=self.finish_reason or "abort",
-            num_prompt_tokens=len(request.processed.prompt_token_ids),
-            num_generation_tokens=tokens,
-            max_tokens=request.params.max_tokens,
-            n=request.params.n,
-            num_cached_tokens=self.num_cached_tokens or 0,
-            num_preemptions=times.num_preemptions,
-            e2e_latency_s=now - request.arrival,
-            queue_time_s=_between(times.queued, times.scheduled),
-            prefill_time_s=_between(times.scheduled, times.first_token),
-            decode_time_s=decode,
+            finish_reason=self.finish_reason or "abort", num_prompt_tokens=len(request.processed.prompt_token_ids),
+            num_generation_tokens=tokens, max_tokens=request.params.max_tokens, n=request.params.n,
+            num_cached_tokens=self.num_cached_tokens or 0, num_preemptions=times.num_preemptions,
+            e2e_latency_s=now - request.arrival, queue_time_s=_between(times.queued, times.scheduled),
+            prefill_time_s=_between(times.scheduled, times.first_token), decode_time_s=decode,
             inference_time_s=_between(times.scheduled, times.last_token),
             mean_time_per_output_token_s=decode / (tokens - 1) if decode is not None and tokens > 1 else None,
             max_num_generation_tokens=None if request.unfinished else max(len(s.token_ids) for s in request.sequences),
-        )
+        )  # fmt: skip
 
 
 class RequestState:
@@ -272,32 +266,21 @@ class RequestState:
         prompt_logprobs = None if were_sent else self.prompt_logprobs
         self.prompt_logprobs_sent = prompt_logprobs is not None or self.prompt_logprobs_sent
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.processed.prompt,
-            prompt_token_ids=self.processed.prompt_token_ids,
-            outputs=outputs,
-            finished=finished,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=self.sequences[0].num_cached_tokens,
-            metrics=self._metrics(now) if finished else None,
-            error=self.error,
-            kv_transfer_params=self.kv_transfer_params,
-        )
+            request_id=self.request_id, prompt=self.processed.prompt, prompt_token_ids=self.processed.prompt_token_ids,
+            outputs=outputs, finished=finished, prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=self.sequences[0].num_cached_tokens, metrics=self._metrics(now) if finished else None,
+            error=self.error, kv_transfer_params=self.kv_transfer_params,
+        )  # fmt: skip
 
     def _pooling_output(self, now: float) -> PoolingRequestOutput[Any]:
         error = self.error
         if self.pooled is None and error is None:
             error = EngineError("The request was aborted.").to_info()
         return PoolingRequestOutput(
-            request_id=self.request_id,
-            outputs=None if self.pooled is None else PoolingOutput(self.pooled),
-            prompt_token_ids=self.processed.prompt_token_ids,
-            finished=True,
-            prompt=self.processed.prompt,
-            num_cached_tokens=self.sequences[0].num_cached_tokens,
-            metrics=self._metrics(now),
-            error=error,
-        )
+            request_id=self.request_id, outputs=None if self.pooled is None else PoolingOutput(self.pooled),
+            prompt_token_ids=self.processed.prompt_token_ids, finished=True, prompt=self.processed.prompt,
+            num_cached_tokens=self.sequences[0].num_cached_tokens, metrics=self._metrics(now), error=error,
+        )  # fmt: skip
 
     def _metrics(self, now: float) -> RequestMetrics:
         """The first sample's metrics, with the preemptions of all."""

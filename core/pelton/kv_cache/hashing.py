@@ -114,14 +114,9 @@ class BlockHasher:
             self._extend_plain(hashes, token_ids, digest, packed)
             return
         extend_block_hashes(
-            hashes,
-            token_ids,
-            self.block_size,
-            hash_fn=self._hash_fn,
-            adapter_id=adapter_id,
-            extra_hashes=block_extra_hashes,
-            cache_salt=cache_salt,
-        )
+            hashes, token_ids, self.block_size, hash_fn=self._hash_fn, adapter_id=adapter_id,
+            extra_hashes=block_extra_hashes, cache_salt=cache_salt,
+        )  # fmt: skip
 
     def _extend_plain(
         self, hashes: list[bytes], token_ids: Sequence[int], digest: Callable[[bytes], bytes], packed: bytes | None

@@ -72,18 +72,11 @@ class AttentionLayer(nn.Module):
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.needs = AttentionNeeds(
-            head_dim=head_dim,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            block_size=config.block_size,
-            dtype=config.dtype_name,
-            kv_dtype=config.kv_dtype,
-            sliding_window=sliding_window,
-            attention_chunk_size=attention_chunk_size,
-            logit_soft_cap=soft_cap,
-            has_sinks=sinks is not None,
+            head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=config.block_size,
+            dtype=config.dtype_name, kv_dtype=config.kv_dtype, sliding_window=sliding_window,
+            attention_chunk_size=attention_chunk_size, logit_soft_cap=soft_cap, has_sinks=sinks is not None,
             has_alibi=alibi_slopes is not None,
-        )
+        )  # fmt: skip
         self.parallel = config.parallel
         self.needs = spread_needs(self.needs, prefix, config.parallel)
         self.selection = config.attention.select(self.needs)
@@ -95,16 +88,10 @@ class AttentionLayer(nn.Module):
     ) -> QkNormRopeWriteKv:
         # Kept for backends whose kernel does the op's work as well.
         self.write_needs = QkNormRopeWriteKvNeeds(
-            dtype=config.dtype_name,
-            kv_dtype=self.kv_dtype,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rotary_dim=rope.rotary_dim if rope else 0,
-            q_norm=q_norm.spec if q_norm else None,
-            k_norm=k_norm.spec if k_norm else None,
-            writes_kv=self.shares is None,
-        )
+            dtype=config.dtype_name, kv_dtype=self.kv_dtype, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim, rotary_dim=rope.rotary_dim if rope else 0, q_norm=q_norm.spec if q_norm else None,
+            k_norm=k_norm.spec if k_norm else None, writes_kv=self.shares is None,
+        )  # fmt: skip
         self.write_tensors = QkNormRopeWriteKvTensors(
             rope.cos_sin if rope else None, q_norm.weight if q_norm else None, k_norm.weight if k_norm else None
         )

@@ -96,14 +96,9 @@ class LMHead(nn.Module):
         parallel = config.parallel
         weights = matrix.linear_weights
         needs = AddNormLogitsNeeds(
-            dtype=config.dtype_name,
-            norm=norm.spec,
-            linear=weights.spec,
-            vocab_size=vocab_size,
-            soft_cap=soft_cap,
-            post_norm=post_norm.spec if post_norm else None,
-            tp_size=parallel.size,
-        )
+            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, vocab_size=vocab_size, soft_cap=soft_cap,
+            post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
+        )  # fmt: skip
         tensors = AddNormLogitsTensors(
             norm.weight,
             weights,

@@ -143,12 +143,9 @@ class QKVLinear(LinearModule):
             self._bind_bare(config, shards, weights)
             return
         needs = AddNormLinearNeeds(
-            dtype=config.dtype_name,
-            norm=norm.spec,
-            linear=weights.spec,
-            tp_size=parallel.size,
+            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, tp_size=parallel.size,
             post_norm=post_norm.spec if post_norm else None,
-        )
+        )  # fmt: skip
         tensors = AddNormLinearTensors(
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )
@@ -198,13 +195,9 @@ class MergedGateUp(LinearModule):
             self._bind_bare(config, shards, weights)
             return
         needs = AddNormGatedLinearNeeds(
-            dtype=config.dtype_name,
-            norm=norm.spec,
-            linear=weights.spec,
-            activation=ACTIVATION_NAMES[activation],
-            post_norm=post_norm.spec if post_norm else None,
-            tp_size=parallel.size,
-        )
+            dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, activation=ACTIVATION_NAMES[activation],
+            post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
+        )  # fmt: skip
         tensors = AddNormGatedLinearTensors(
             norm.weight, weights, post_norm.weight if post_norm else None, config.all_reduce(hidden_size)
         )

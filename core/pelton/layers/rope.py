@@ -93,6 +93,8 @@ def rope_parameters(
     elif only_layer_type:
         given = {}
     rope_type = given.get("rope_type") or given.get("type") or "default"
+    if rope_type == "mrope":  # a token of text has the same number in each part of its position
+        rope_type = "default"
     if rope_type not in SCALINGS:
         raise ConfigError(
             f"rope_type is {rope_type!r}; this version has {', '.join(SCALINGS)}. Use another checkpoint."

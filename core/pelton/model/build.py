@@ -182,12 +182,9 @@ def make_build_config(
             plugins.entries("pelton_ops", device_type=device_type), plugins.entries("pelton_fused_ops"), config
         ),
         attention=AttentionSelector(
-            plugins.entries("pelton_attention_backends", device_type=device_type),
-            named=config.attention.backend,
-            named_prefill=config.attention.prefill_backend,
-            named_decode=config.attention.decode_backend,
-            capability=capability,
-            config=config,
+            plugins.entries("pelton_attention_backends", device_type=device_type), named=config.attention.backend,
+            named_prefill=config.attention.prefill_backend, named_decode=config.attention.decode_backend,
+            capability=capability, config=config,
         ),
         block_size=config.kv_cache.block_size,
         kv_dtype=config.kv_cache.kv_cache_dtype,
@@ -195,7 +192,7 @@ def make_build_config(
         max_num_batched_tokens=max_num_batched_tokens,
         parallel=parallel or ParallelContext(),
         quantization=_quantization(config, model, plugins),
-    )
+    )  # fmt: skip
 
 
 def _quantization(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> QuantizationMethod:

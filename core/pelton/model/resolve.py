@@ -17,7 +17,7 @@ from pelton.entries import ModelEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.model.formats import ModelFormat, read_json
 from pelton.model.pooling import PoolingFolder
-from pelton.model.registry import entries_of
+from pelton.model.registry import entries_of, find_named
 from pelton.model.resolve_pooling import ModelFacts, resolve_pooling
 from pelton.model.resolved import ResolvedModel
 from pelton.model.source import SourceRequest
@@ -58,6 +58,8 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
     own_generation = model_format.read_generation_config(path)
     architecture, folder = _architecture(hf_config, path), model_format.read_pooling(path)
     entries = entries_of(plugins.entries("pelton_models"), model.model_impl)
+    if (named := find_named(entries, architecture)) is not None:
+        hf_config = {**dict(named.config_defaults), **hf_config}
     pooling = resolve_pooling(config, ModelFacts(hf_config, architecture, folder, entries))
     return ResolvedModel(
         name=model.model,
@@ -124,15 +126,16 @@ def load_tokenizer(config: EngineConfig, model: ResolvedModel, plugins: Plugins)
 def text_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's fields, with overrides: nested mappings are merged, all else is replaced.
 
-    A multimodal config keeps them under `text_config`; what only the outer level says (architectures, dtype, end tokens)
-    holds for the text model too, and an override of a text field may be given at either level.
+    A multimodal config keeps them under `text_config`; what only the outer level says (architectures, dtype, end tokens), and
+    whether the head is the embedding, holds for the text model too, and an override of a text field may be given at either level.
     """
     merged = merge(raw, overrides)
     nested = merged.get("text_config")
     if not isinstance(nested, dict):
         return merged
     outer = {key: value for key, value in merged.items() if not key.endswith("_config") or key == "quantization_config"}
-    text = {**outer, **nested, "architectures": merged.get("architectures") or nested.get("architectures")}
+    own = {key: merged[key] for key in ("architectures", "tie_word_embeddings") if merged.get(key) is not None}
+    text = {**outer, **nested, **own}
     return merge(text, {key: value for key, value in overrides.items() if key != "text_config"})
 
 

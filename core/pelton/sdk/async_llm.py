@@ -91,9 +91,13 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self._closed = False
 
     @classmethod
+    def from_engine_args(cls, engine_args: Mapping[str, Any]) -> AsyncLLM:
+        return cls(EngineConfig.from_flat(**engine_args), explicit=explicit_names(engine_args))
+
+    @classmethod
     def from_flat(cls, **flat: Any) -> AsyncLLM:
         """From flat setting names, as `LLM` takes them."""
-        return cls(EngineConfig.from_flat(**flat), explicit=explicit_names(flat))
+        return cls.from_engine_args(flat)
 
     # -- life cycle --
 
@@ -420,3 +424,7 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         while True:
             await asyncio.sleep(self.config.observability.log_stats_interval_s)
             self.stat_loggers.log()
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's older name."""

@@ -301,20 +301,13 @@ class LLM:
         process = self.llm_engine.input_processor.process
         return [
             self._blamed(
-                index,
-                len(prompts),
-                process,
-                prompt,
-                one,
-                priority=priority,
-                adapter=adapter,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                **shared,
+                index, len(prompts), process, prompt, one, priority=priority, adapter=adapter,
+                output_kind=RequestOutputKind.FINAL_ONLY, **shared,
             )
             for index, (prompt, one, priority, adapter) in enumerate(
                 zip(prompts, params, priorities, adapters, strict=True)
             )
-        ]
+        ]  # fmt: skip
 
     def _blamed(
         self, index: int, count: int, process: Callable[..., ProcessedRequest], *given: Any, **options: Any
@@ -385,6 +378,10 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Return what was counted so far; empty with disable_log_stats."""
         return self.llm_engine.get_metrics()
+
+    def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
+        """Call a method of the engine, or `worker.NAME` of its workers, between two steps: `call("worker.start_profile", folder)`."""
+        return self.llm_engine.client.call(method, *args, timeout_s=timeout_s)
 
     def kv_cache_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""

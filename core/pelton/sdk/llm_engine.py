@@ -81,8 +81,11 @@ class LLMEngine:
             raise ConfigError(f"lora_modules: {error}") from error
 
     @classmethod
-    def from_engine_args(cls, *, engine_process: bool = False, **flat: Any) -> LLMEngine:
-        """From flat setting names, as `LLM` takes them."""
+    def from_engine_args(
+        cls, engine_args: Mapping[str, Any] | None = None, *, engine_process: bool = False, **flat: Any
+    ) -> LLMEngine:
+        """From `EngineArgs`, or flat setting names, as `LLM` takes them."""
+        flat = {**(engine_args or {}), **flat}
         return cls(EngineConfig.from_flat(**flat), engine_process=engine_process, explicit=explicit_names(flat))
 
     def add_request(

@@ -23,10 +23,7 @@ def make_draft_proposer(
         return None
     entry = plugins.find("pelton_draft_proposers", name, setting="speculative_config.method")
     context = ProposerContext(
-        config=config.speculative,
-        vocab_size=model.vocab_size,
-        max_model_len=model.max_model_len,
-        engine_config=config,
+        config=config.speculative, vocab_size=model.vocab_size, max_model_len=model.max_model_len, engine_config=config,
         metrics=metrics or PluginMetrics(),
-    )
+    )  # fmt: skip
     return make(entry, DraftProposer, context)  # type: ignore[type-abstract]

@@ -13,6 +13,7 @@ MEASUREMENTS = {
     "latency": ("latency", "time of one batch of equal requests, from the first to the last token"),
     "throughput": ("throughput", "many requests at once: requests and tokens a second"),
     "serve": ("serve", "requests that arrive at random at a server: TTFT, TPOT, ITL, E2E, goodput"),
+    "tune": ("tune", "settings and rate with the most throughput whose end-to-end latency keeps to a bound"),
     "stream": ("stream.command", "many clients that stream at once: chunks a second, time between chunks"),
     "load": ("load", "minutes of load with random aborts: leaks, errors, memory, drift of the inter-token latency"),
     "soak": (

@@ -8,6 +8,7 @@ from pelton.entries import CommandEntry
 from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
+OTHER_NAMES = {"collect-env": ("collect_env",), "generate": ("complete",)}  # vLLM's
 
 
 @hookimpl
@@ -21,6 +22,12 @@ def pelton_cli_commands() -> Sequence[CommandEntry]:
         "version": ("version", "versions of Pelton, its hook API and Python"),
     }
     return [
-        CommandEntry(name=name, load=f"pelton_plugins.commands.{module}:run", help=text, priority=10)
+        CommandEntry(
+            name=name,
+            load=f"pelton_plugins.commands.{module}:run",
+            help=text,
+            priority=10,
+            aliases=OTHER_NAMES.get(name, ()),
+        )
         for name, (module, text) in commands.items()
     ]

@@ -40,10 +40,10 @@ def run_node(config: EngineConfig, plugins: Plugins) -> int:
     parallel = config.parallel
     if parallel.data_parallel_address is None:
         raise ConfigError("headless needs --data-parallel-address: that of the server's host.")
-    if parallel.data_parallel_start_rank < 1:
+    if len(parallel.engine_indexes) == parallel.data_parallel_size:
         raise ConfigError(
-            f"data_parallel_start_rank is {parallel.data_parallel_start_rank}; a headless node has engines from 1 on, "
-            "engine 0 is the server's."
+            f"data_parallel_size_local is {len(parallel.engine_indexes)} of {parallel.data_parallel_size} engines; a headless node "
+            "leaves the server one at least. Set --data-parallel-size and --data-parallel-size-local."
         )
     secret = read_secret(parallel.data_parallel_key_file)
     setup(config.observability.log_level)

@@ -28,6 +28,7 @@ from pelton.config.engine import (
     example_value,
     flat_name,
 )
+from pelton.config.other_names import other_names, translated
 from pelton.errors import ConfigError
 from pelton_plugins.flags.help import help_text
 from pelton_plugins.flags.settings_file import read_settings_file
@@ -143,9 +144,26 @@ class _Parser:
         elif base in self.spellings:
             self._read_field(self.spellings[base], spelling, base, path if dot else "", value_or_none, rest)
         else:
+            self._read_other(spelling, base, dot + path, value_or_none, rest)
+
+    def _read_other(self, spelling: str, base: str, path: str, value: str | None, rest: list[str]) -> None:
+        """A flag of vLLM's that has another name here, or that asks for nothing."""
+        is_no, name = base.startswith("--no-"), base.removeprefix("--").replace("-", "_")
+        names = other_names() if self.engine else {}
+        is_no = is_no and name not in names
+        other = names.get(name.removeprefix("no_") if is_no else name)
+        here = other.here.removeprefix("!").replace("_", "-") if other is not None else ""
+        if other is None or (here and f"--{here}" not in self.spellings.keys() | self.section_flags.keys()):
             engine_only = ["--config", "--plugin-config"] if self.engine else []
             known = [*self.spellings, *self.section_flags, *engine_only, "--help"]
             raise ConfigError(f"Unknown flag {spelling}.{did_you_mean(base, known)} --help lists all flags.")
+        if here:
+            negative = "no-" if is_no != other.here.startswith("!") else ""
+            self._read_flag(f"--{negative}{here}{path}" + (f"={value}" if value is not None else ""), rest)
+        elif value is None and (other.is_switch or is_no):
+            other.check(spelling, not is_no)
+        else:
+            other.check(spelling, read_any(self._value(spelling, value, rest)))
 
     def _read_field(self, flag: Flag, spelling: str, base: str, path: str, value: str | None, rest: list[str]) -> None:
         if path:
@@ -154,6 +172,8 @@ class _Parser:
                     f"{spelling}: {flag.name} takes one value, not fields of its own; leave out {path!r}."
                 )
             self._set_path(flag, spelling, path, read_any(self._value(spelling, value, rest)))
+        elif flag.is_bool and value is None and rest and rest[0] in flag.choices:
+            self._set(flag, flag.read(rest.pop(0), spelling), spelling)
         elif flag.is_bool and (value is None or base.startswith("--no-")):
             if value is not None:
                 raise ConfigError(
@@ -179,8 +199,9 @@ class _Parser:
             return flag.read(" ".join(texts), spelling)  # raises, with what would be right
 
     def _read_section(self, spelling: str, section: str, field: str, value: str | None, rest: list[str]) -> None:
-        if field:
-            head, _, path = field.partition(".")
+        fields = SECTIONS[section].__struct_fields__
+        head, _, path = field.partition(".")
+        if field and (head in fields or f"{section}.{head}" not in other_names()):
             flag = self._section_flag(section, head, spelling)
             if path:
                 self._set_path(flag, spelling, path, read_any(self._value(spelling, value, rest)))
@@ -188,7 +209,11 @@ class _Parser:
                 self._set(flag, self._read_value(flag, spelling, value, rest), spelling)
             return
         text = self._value(spelling, value, rest)
-        for key, item in _json_object(text, spelling, example=self._section_example(section)).items():
+        if field:
+            given = {head: read_any(text)}
+        else:
+            given = _json_object(text, spelling, example=self._section_example(section))
+        for key, item in translated(given, fields, f"{section}."):
             self._set(self._section_flag(section, key, spelling), item, spelling)
 
     def _section_flag(self, section: str, field: str, spelling: str) -> Flag:
@@ -262,21 +287,22 @@ class _Parser:
 
     def _add_file(self, path: str) -> None:
         """Settings of a JSON, TOML or YAML file, for what no flag gave."""
-        for name, value in read_settings_file(path).items():
-            flat = name.replace("-", "_")
+        given = {name.replace("-", "_"): value for name, value in read_settings_file(path).items()}
+        known = self.by_flat.keys() | {PLUGIN_CONFIG} | {f"{section}_config" for section in SECTIONS}
+        for flat, value in translated(given, known):
             section = flat.removesuffix("_config")
             if flat == PLUGIN_CONFIG and isinstance(value, dict):
                 for plugin, fields in value.items():
                     self.plugin_config[plugin] = {**fields, **self.plugin_config.get(plugin, {})}
             elif flat.endswith("_config") and section in SECTIONS and isinstance(value, dict):
-                for field, item in value.items():
-                    self._set_default(self._section_flag(section, field, path), item, f"{path}: {name}.{field}")
+                for field, item in translated(value, SECTIONS[section].__struct_fields__, f"{section}."):
+                    self._set_default(self._section_flag(section, field, path), item, f"{path}: {flat}.{field}")
             elif flat in self.by_flat:
                 flag = self.by_flat[flat]
                 is_one = flag.is_list and isinstance(value, str)
-                self._set_default(flag, [value] if is_one else value, f"{path}: {name}")
+                self._set_default(flag, [value] if is_one else value, f"{path}: {flat}")
             else:
-                raise ConfigError(f"{path} has unknown setting {name!r}.{did_you_mean(flat, self.by_flat)}")
+                raise ConfigError(f"{path} has unknown setting {flat!r}.{did_you_mean(flat, self.by_flat)}")
 
     def add_environment(self, environ: Mapping[str, str]) -> None:
         """Settings that variables spell, for what no flag gave."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -63,6 +63,13 @@ class Flag:
     @property
     def is_bool(self) -> bool:
         return bool in alternatives(self.hint)
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """Names that it may be, beside a bool or another value."""
+        return tuple(
+            choice for kind in alternatives(self.hint) if get_origin(kind) is Literal for choice in get_args(kind)
+        )
 
     @property
     def is_list(self) -> bool:

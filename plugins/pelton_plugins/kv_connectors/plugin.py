@@ -15,6 +15,7 @@ def pelton_kv_connectors() -> Sequence[Entry]:
     return [
         Entry(
             name="shared_storage",
+            aliases=("SharedStorageConnector",),
             load="pelton_plugins.kv_connectors.shared_storage:SharedStorage",
             doc="saves the blocks of prompts as files in a folder, and loads those that are there",
         )

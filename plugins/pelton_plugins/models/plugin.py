@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pelton.entries import POOL, ModelEntry, SettingsEntry
 from pelton.hookspecs import hookimpl
@@ -47,6 +48,9 @@ def pelton_models() -> Sequence[ModelEntry]:
             architectures=("Llama4ForConditionalGeneration",),
             doc="Llama 4 with its part for images, of which the text is read",
         ),
+        *(_text_part(*one) for one in _TEXT_PARTS),
+        _entry("mamba2", "Mamba2ForCausalLM", "Mamba-2: layers with a state, and no attention; on CPUs"),
+        _entry("bamba", "BambaForCausalLM", "Bamba: layers with a state (Mamba-2), and some with attention; on CPUs"),
         ModelEntry(
             name="gpt_oss",
             load="pelton_plugins.models.gpt_oss:GptOssForCausalLM",
@@ -72,6 +76,30 @@ def pelton_models() -> Sequence[ModelEntry]:
         *_encoders("roberta", "RoBERTa, XLM-RoBERTa", "Roberta", "XLMRoberta", "Camembert", reserved_positions=2),
         *_encoders("modernbert", "ModernBERT", "ModernBert"),
     ]
+
+
+_GEMMA3 = (
+    ("vocab_size", 262_208), ("num_attention_heads", 8), ("num_key_value_heads", 4), ("head_dim", 256),
+    ("max_position_embeddings", 131_072), ("rms_norm_eps", 1e-6), ("query_pre_attn_scalar", 256), ("tie_word_embeddings", True),
+)  # fmt: skip
+"""Fields that released checkpoints of Gemma 3 leave out."""
+_TEXT_PARTS = (
+    ("mistral3", "Mistral3", "Mistral Small 3.1 and 3.2", ()),
+    ("gemma3", "Gemma3", "Gemma 3 from 4B on", _GEMMA3),
+    ("gemma3n", "Gemma3n", "Gemma 3n as it is released", ()),
+    ("gemma4", "Gemma4", "Gemma 4, dense, as it is released", ()),
+    ("qwen2_vl", "Qwen2VL", "Qwen2-VL and Qwen2.5-VL", ()),
+    ("qwen3_vl", "Qwen3VL", "Qwen3-VL, dense", ()),
+)
+
+
+def _text_part(name: str, family: str, known_as: str, defaults: tuple[tuple[str, Any], ...]) -> ModelEntry:
+    architecture = f"{family}ForConditionalGeneration"
+    others = ("Qwen2_5_VLForConditionalGeneration",) if family == "Qwen2VL" else ()
+    return ModelEntry(
+        name=f"{name}-text", load=f"pelton_plugins.models.text_parts:{architecture}", architectures=(architecture, *others),
+        config_defaults=defaults, doc=f"{known_as}: a checkpoint that reads images or sound too, of which the text is read",
+    )  # fmt: skip
 
 
 _HEADS = {

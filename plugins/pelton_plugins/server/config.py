@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from typing import Literal
 
 import msgspec
 
@@ -95,8 +96,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Show causes of status 500 to clients as they are, unscrubbed; for debugging on a private machine."""
     otlp_traces_endpoint: str | None = None
     """Where OpenTelemetry spans of requests go, over HTTP, such as http://127.0.0.1:4318/v1/traces. Needs the extra `otel`."""
-    collect_detailed_traces: bool = False
-    """Spans also of the server's own stages: reading the body, preparing the prompt, sending the answer."""
+    collect_detailed_traces: bool | Literal["all", "model", "worker"] = False
+    """Spans also of the server's own stages: reading the body, preparing the prompt, sending the answer. On, or all."""
     log_requests: bool = False
     """Log each generating request's id, model, lengths and sampling settings; not what was said."""
     log_request_prompts: bool = False
@@ -134,6 +135,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ConfigError(
                 f"otlp_traces_endpoint is {endpoint!r}; use an address such as http://127.0.0.1:4318/v1/traces."
+            )
+        if self.collect_detailed_traces in ("model", "worker"):
+            raise ConfigError(
+                f"collect_detailed_traces is {self.collect_detailed_traces!r}; use all. Times of steps are in the metrics "
+                "step_host_seconds and step_device_wait_seconds, and --profile-dir traces workers."
             )
         if self.log_request_prompts and not self.log_requests:
             raise ConfigError("log_request_prompts is set without log_requests; set both, or neither.")

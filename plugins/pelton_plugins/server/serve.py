@@ -68,7 +68,9 @@ class Server:
         if config.otlp_traces_endpoint is not None:
             from pelton_plugins.server.tracing import make_tracing
 
-            self.state.tracing = make_tracing(config.otlp_traces_endpoint, detailed=config.collect_detailed_traces)
+            self.state.tracing = make_tracing(
+                config.otlp_traces_endpoint, detailed=bool(config.collect_detailed_traces)
+            )
         self._uvicorn: _Uvicorn | None = None
         self._num_signals = 0
         self._deadline: asyncio.TimerHandle | None = None

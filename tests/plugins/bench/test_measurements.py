@@ -182,7 +182,7 @@ def test_throughput_of_a_sharegpt_file(model, fake_flags, asked, tmp_path, capsy
 
 def test_latency_of_a_tiny_model(model, tmp_path):
     out = tmp_path / "latency.json"
-    argv = ["--output-len", "3", "--batch-size", "2", "--num-iters", "1", "--num-iters-warmup", "1", "--output-json"]
+    argv = ["--output-tokens", "3", "--batch-size", "2", "--num-iters", "1", "--num-iters-warmup", "1", "--output-json"]
     engine = [
         "--load-format",
         "dummy",
@@ -194,7 +194,8 @@ def test_latency_of_a_tiny_model(model, tmp_path):
         "error",
     ]
     assert main(["bench", "latency", model, *argv, str(out), *engine]) == 0
-    assert read(out)["device"] != "fake"
+    result = read(out)
+    assert result["device"] != "fake" and (result["input_len"], result["output_len"]) == (32, 3)
 
 
 def test_serve_at_a_server(model, fake_flags, tmp_path, capsys):

@@ -97,6 +97,24 @@ def test_a_nodes_engine_answers_as_the_servers_and_comes_back(reference: Referen
     assert eventually(lambda: not any(child.is_running() for child in children))
 
 
+def test_the_node_may_have_the_first_engines(reference: Reference, tmp_path: Path) -> None:
+    """As vLLM's pages start two hosts: the headless one has rank 0, and the server the ranks behind it."""
+    hosts = {
+        "data_parallel_size": 2, "data_parallel_size_local": 1, "data_parallel_address": "127.0.0.1",
+        "data_parallel_rpc_port": free_port(), "data_parallel_key_file": key_file(tmp_path),
+    }  # fmt: skip
+    with (
+        node(reference.path, tmp_path / "log", **hosts, data_parallel_start_rank=0) as process,
+        make_llm(reference.path, **hosts, data_parallel_start_rank=1, disable_log_stats=False) as llm,
+    ):
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+        counters = [metric for metric in llm.get_metrics() if isinstance(metric, Counter)]
+        counted = {one.labels["engine"]: one.value for one in counters if one.name == "pelton_generation_tokens"}
+        assert counted == {"0": 2 * NUM_TOKENS, "1": 2 * NUM_TOKENS}
+        assert len(engines_of(process)) == 1
+    assert process.returncode == 0
+
+
 def test_without_the_secret_nobody_gets_through() -> None:
     secret, where = bytes(range(40)), f"tcp://127.0.0.1:{free_port()}"
     assert key_pair(secret, "head") != key_pair(secret, "node")
@@ -146,7 +164,8 @@ def test_the_file_of_the_secret_is_checked(tmp_path: Path, content: bytes | None
     "flags, told",
     [
         (["--headless"], "--data-parallel-address"),
-        (["--headless", "--data-parallel-address", "127.0.0.1"], "data_parallel_start_rank is 0"),
+        (["--headless", "--data-parallel-address", "127.0.0.1"], "data_parallel_size_local is 1 of 1 engines"),
+        (["--headless", "--data-parallel-address", "127.0.0.1", "-dp", "4"], "data_parallel_size_local is 4 of 4 engines"),
         (["--headless", "--data-parallel-address", "127.0.0.1", "-dp", "2", "--data-parallel-start-rank", "1",
           "--data-parallel-size-local", "1"], "data_parallel_key_file is not set"),
         (["-dp", "2", "--data-parallel-rpc-port", "70000"], "data_parallel_rpc_port is 70000"),

@@ -338,3 +338,90 @@ VLLM_NAMES = """
 @pytest.mark.parametrize("name", VLLM_NAMES.split())
 def test_has_the_flag_that_users_of_vllm_know(name):
     assert f"--{name}" in make_flags()
+
+
+# Flags by vLLM's names.
+
+
+@pytest.mark.parametrize(
+    "argv, name, value",
+    [
+        (["--guided-decoding-backend", "outlines"], "structured_outputs_backend", "outlines"),
+        (["--guided-decoding-backend=outlines"], "structured_outputs_backend", "outlines"),
+        (["--guided-decoding-disable-any-whitespace"], "disable_any_whitespace", True),
+        (["--no-guided-decoding-disable-any-whitespace"], "disable_any_whitespace", False),
+        (["--pooler-config", '{"pooling_type": "CLS"}'], "pooling_type", "cls"),
+        (["--override-pooler-config.pooling-type", "MEAN"], "pooling_type", "mean"),
+        (["--pooling-config.seq_pooling_type=LAST"], "pooling_type", "last"),
+        (["--compilation-config", '{"mode": 3, "cudagraph_mode": "FULL"}'], "cudagraph_mode", CUDAGraphMode.FULL),
+        (["-cc.mode=3", "-cc.cudagraph_mode=FULL"], "cudagraph_mode", CUDAGraphMode.FULL),
+        (["-ac.use_cudnn_prefill=0", "-ac.backend", "sdpa"], "attention_backend", "sdpa"),
+        (["--use-v2-block-manager", "--max-num-seqs", "8"], "max_num_seqs", 8),
+        (["--tokenizer-mode", "auto", "--nnodes=1", "--max-num-seqs", "8"], "max_num_seqs", 8),
+        (["--no-enable-ssl-refresh", "--max-num-seqs", "8"], "max_num_seqs", 8),
+        (["--use-v2-block-manager", "folder"], "model", "folder"),
+    ],
+)
+def test_vllms_flags_set_the_setting_or_ask_for_nothing(argv, name, value):
+    assert flat_value(parse(*argv).config, name) == value
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (
+            ["--swap-space", "4"],
+            r"--swap-space is 4; Pelton has no such setting: a preempted request is computed again",
+        ),
+        (["--swap-space=4"], r"--swap-space is 4; Pelton has no such setting"),
+        (["--disable-custom-all-reduce"], r"--disable-custom-all-reduce is True; .*pelton_communicators"),
+        (["--disable-custom-all-reduce=true"], r"--disable-custom-all-reduce is True;"),
+        (["--scheduler-cls"], "--scheduler-cls needs a value"),
+        (["-cc.mode=1"], r"compilation\.mode is 1; .*no graph is compiled"),
+        (["-ac", '{"flash_attn_version": 2}'], r"attention\.flash_attn_version is 2; .*the first that is installed"),
+        (["--compilation-config.modes=1"], r"compilation has no setting 'modes'"),
+        (["--enable-log-requests"], r"Unknown flag --enable-log-requests"),  # of a command without such a setting
+        (["--swap-spaces", "4"], r"Unknown flag --swap-spaces"),
+        (
+            ["--guided-decoding-backend", "a", "--structured-outputs-backend", "b"],
+            "both set structured_outputs.backend",
+        ),
+    ],
+)
+def test_vllms_flags_that_ask_for_more_say_what_to_do(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(*argv)
+
+
+def test_vllms_names_in_a_file(tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_text(
+        json.dumps({"guided-decoding-backend": "outlines", "swap_space": 0, "compilation_config": {"mode": 3}})
+    )
+    config = parse("--config", str(file)).config
+    assert config == EngineConfig.from_flat(structured_outputs_backend="outlines")
+    file.write_text(json.dumps({"swap_space": 4}))
+    with pytest.raises(ConfigError, match="swap_space is 4; Pelton has no such setting"):
+        parse("--config", str(file))
+
+
+def test_a_command_without_an_engine_has_no_flags_of_vllms():
+    with pytest.raises(ConfigError, match="Unknown flag --swap-space"):
+        parse_flags(["--swap-space", "0"], [ShopConfig], positional=None, environ={}, engine=False)
+
+
+def test_a_name_behind_a_switch_that_takes_names_is_its_value():
+    class PackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        """Packing."""
+
+        wrap: bool | Literal["all", "some"] = False
+        """What is wrapped."""
+
+    def wrap(*argv):
+        parsed = parse_flags(argv, [PackConfig], environ={})
+        return parsed.structs["PackConfig"].wrap, parsed.config.model.model
+
+    assert wrap("--wrap") == (True, "smollm2")
+    assert wrap("--wrap", "all") == wrap("--wrap=all") == ("all", "smollm2")
+    assert wrap("--wrap", "folder") == (True, "folder")
+    assert wrap("--wrap=false") == wrap("--no-wrap") == (False, "smollm2")

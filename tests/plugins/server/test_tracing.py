@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pelton.errors import ConfigError, EngineError
 from pelton.outputs import RequestMetrics
+from pelton_plugins.flags import parse_flags
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.tracing import Tracing, make_tracing
 
@@ -132,3 +133,29 @@ def test_the_log_of_requests_has_prompts_only_when_asked(start, caplog, with_pro
     assert '"max_tokens":3' in text and '"temperature":0.5' in text and '"num_prompt":11' in text
     assert ("secret" in text) is with_prompts
     assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
+def served(*flags: str) -> ServerConfig:
+    parsed = parse_flags([*flags], [ServerConfig], environ={})
+    assert parsed.config.model.model == "smollm2"  # no value was taken for the model
+    found = parsed.structs["ServerConfig"]
+    assert isinstance(found, ServerConfig)
+    return found
+
+
+def test_detailed_traces_are_asked_for_as_in_vllm():
+    assert served("--collect-detailed-traces").collect_detailed_traces is True
+    assert served("--collect-detailed-traces", "all").collect_detailed_traces == "all"
+    assert not served("--no-collect-detailed-traces").collect_detailed_traces
+    for part in ("model", "worker"):
+        with pytest.raises(ConfigError, match=f"collect_detailed_traces is '{part}'; use all"):
+            served(f"--collect-detailed-traces={part}")
+
+
+def test_logs_by_vllms_flags():
+    assert served("--enable-log-requests").log_requests and not served("--disable-log-requests").log_requests
+    assert (
+        not served("--disable-uvicorn-access-log").access_log and served("--no-disable-uvicorn-access-log").access_log
+    )
+    with pytest.raises(ConfigError, match="--uvicorn-log-level is 'info'; Pelton has no such setting: use log_level"):
+        served("--uvicorn-log-level", "info")

@@ -1,0 +1,107 @@
+"""The text part of checkpoints that read images or sound as well: what is not of it stays in the file.
+
+A released checkpoint keeps the language model's fields under `text_config`, and its tensors behind a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pelton.errors import ConfigError
+from pelton.model.build import BuildConfig
+from pelton.model.loading import LazyWeight
+from pelton_plugins.models.gemma3 import Gemma3ForCausalLM
+from pelton_plugins.models.gemma3n import Gemma3nForCausalLM
+from pelton_plugins.models.gemma4 import Gemma4ForCausalLM
+from pelton_plugins.models.mistral import MistralForCausalLM
+from pelton_plugins.models.qwen2 import Qwen2ForCausalLM
+from pelton_plugins.models.qwen3 import Qwen3ForCausalLM
+
+TEXT = "language_model."
+
+
+def check_text(config: BuildConfig, *known: str) -> None:
+    """Refuse a text part of another kind."""
+    found = config.hf.get("model_type")
+    if found not in known:
+        raise ConfigError(
+            f"config.json's text_config has model_type {found!r}; of this architecture only {' and '.join(known)} is computed here. "
+            "Use another checkpoint."
+        )
+
+
+def ignore_other_parts(config: BuildConfig, prefix: str) -> None:
+    names = "vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio"
+    config.weights.ignore(rf"{prefix}({names})\..*")
+
+
+class Mistral3ForConditionalGeneration(MistralForCausalLM):
+    """Mistral Small 3.1 and 3.2: Mistral's text."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "mistral")
+        super().__init__(config=config, prefix=prefix + TEXT)
+        ignore_other_parts(config, prefix)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """Gemma 3 from 4B on."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "gemma3_text")
+        super().__init__(config=config, prefix=prefix + TEXT)
+        ignore_other_parts(config, prefix)
+
+
+class Gemma3nForConditionalGeneration(Gemma3nForCausalLM):
+    """Gemma 3n, whose parts are all behind one prefix."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "gemma3n_text")
+        super().__init__(config=config, prefix=prefix)
+        ignore_other_parts(config, f"{prefix}model.")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_without_part(weights))
+
+
+class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+    """Gemma 4, as Gemma 3n."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "gemma4_text")
+        super().__init__(config=config, prefix=prefix)
+        ignore_other_parts(config, f"{prefix}model.")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_without_part(weights))
+
+
+class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
+    """Qwen2-VL and Qwen2.5-VL, whose fields may lie at the outer level, and tensors at either."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
+        super().__init__(config=config, prefix=prefix)
+        ignore_other_parts(config, rf"{prefix}(model\.)?")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_without_part(weights))
+
+
+class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
+    """Qwen3-VL, dense."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "qwen3_vl_text")
+        super().__init__(config=config, prefix=prefix)
+        ignore_other_parts(config, rf"{prefix}(model\.)?")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_without_part(weights))
+
+
+def _without_part(weights: Iterable[tuple[str, LazyWeight]]) -> Iterator[tuple[str, LazyWeight]]:
+    """Tensors by the names of the text model alone."""
+    for name, weight in weights:
+        yield name.replace(f"model.{TEXT}", "model.", 1), weight
