@@ -15,7 +15,7 @@ import pelton_references
 import pytest
 from pelton_covering import covering
 from pelton_e2e import serving
-from pelton_forked import forked_starts
+from pelton_forked import AnyForkingPopen, forked_starts
 
 from pelton import plugins
 from pelton.utils import garbage
@@ -125,8 +125,15 @@ def known_entry_points() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[None]:
-    """Ranks and engines that tests start from this process are forks of one that has imported torch."""
+    """Pelton's processes that a file's tests start are forks of one that has imported what they import."""
     with forked_starts():
+        yield
+
+
+@pytest.fixture(scope="module")
+def script_forks() -> Iterator[None]:
+    """Scripts, too."""
+    with forked_starts(AnyForkingPopen):
         yield
 
 

@@ -116,13 +116,13 @@ def starter(folders: pytest.TempPathFactory, log: Path, *flags: str) -> Callable
     files = folders.mktemp("files")
 
     @contextlib.contextmanager
-    def start(*more: str, script: dict[str, object] | None = None) -> Iterator[Serving]:
+    def start(*more: str, script: dict[str, object] | None = None, is_forked: bool = True) -> Iterator[Serving]:
         paths = {name: str(files / name) for name in ("hurry", "hold_start")}
         plugin_config = {"fake_engine": {"step_s": 0.05, **paths, **(script or {})}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
             every = [*given, "--plugin-config", json.dumps(plugin_config), *more]
-            with serving(str(model), *every, log=log) as (url, process):
+            with serving(str(model), *every, log=log, is_forked=is_forked) as (url, process):
                 yield Serving(url, psutil.Process(process.pid), files)
 
     return start

@@ -47,10 +47,10 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[contextlib.Abs
     start_any = starter(tmp_path_factory, log, "--api-server-count", "2")
 
     @contextlib.contextmanager
-    def start(*more: str) -> Iterator[Serving]:
+    def start(*more: str, **options: bool) -> Iterator[Serving]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms between two messages to a collector
-            with start_any(*more) as found:
+            with start_any(*more, **options) as found:
                 running = Serving(found.url, found.process, found.folder)
                 # One process is ready a moment before the other, which refuses requests until then.
                 assert eventually(lambda: running.sample("pelton_api_processes") == 2)
@@ -273,8 +273,9 @@ def test_a_killed_engine_fails_all_streams_and_comes_back(server):
 
 
 def test_sigterm_lets_streams_finish_and_leaves_nothing(started, tmp_path, monkeypatch):
+    """All of these processes are started by `exec`."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with started("--graceful-shutdown-s", "200") as running:
+    with started("--graceful-shutdown-s", "200", is_forked=False) as running:
         port = int(running.url.rsplit(":", 1)[1])
         with socket.socket() as other, pytest.raises(OSError):
             other.bind(("127.0.0.1", port))
