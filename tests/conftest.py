@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import itertools
 import os
+import ssl
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -120,6 +121,22 @@ def known_entry_points() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugins, "_entry_points", found)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_certificates() -> Iterator[None]:
+    """A client of HTTP reads those of all authorities (24 ms), also for a server of this machine without TLS: here once a session."""
+    make, kept = ssl.create_default_context, dict[Any, ssl.SSLContext]()
+
+    def context(*given: Any, **named: Any) -> ssl.SSLContext:
+        key = given, tuple(sorted(named.items()))
+        if key not in kept:
+            kept[key] = make(*given, **named)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", context)
         yield
 
 

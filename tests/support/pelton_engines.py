@@ -15,6 +15,7 @@ import psutil
 import pytest
 from pelton_e2e import serving
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from pelton.testing import fake_engine
 
@@ -54,12 +55,17 @@ class Serving:
     def by_engine(self, name: str) -> dict[str, float]:
         """A metric's samples, summed by engine."""
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=60).text):
-            for sample in family.samples:
-                if sample.name == name:
-                    engine = sample.labels["engine"]
-                    found[engine] = found.get(engine, 0.0) + sample.value
+        for sample in self.samples(name):
+            engine = sample.labels["engine"]
+            found[engine] = found.get(engine, 0.0) + sample.value
         return found
+
+    def samples(self, name: str) -> list[Sample]:
+        """Those of one metric: to read all of them takes longer than to answer."""
+        lines = httpx.get(self.url + "/metrics", timeout=60).text.splitlines(keepends=True)
+        own = "".join(line for line in lines if line.startswith(name))
+        found = [sample for family in text_string_to_metric_families(own) for sample in family.samples]
+        return [sample for sample in found if sample.name == name]
 
     def healthy(self) -> bool:
         return all(httpx.get(self.url + "/health", timeout=60).status_code == 200 for _ in range(6))

@@ -18,7 +18,6 @@ from pelton_e2e import eventually
 from pelton_engines import API, asked, starter
 from pelton_engines import LONG as NUM_TOKENS
 from pelton_engines import Serving as AnyServing
-from prometheus_client.parser import text_string_to_metric_families
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -32,13 +31,7 @@ class Serving(AnyServing):
 
     def sample(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels."""
-        families = text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=60).text)
-        return sum(
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return sum(sample.value for sample in self.samples(name) if labels.items() <= sample.labels.items())
 
 
 @pytest.fixture(scope="module")
