@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import itertools
 import os
+import ssl
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pelton_references
 import pytest
 from pelton_covering import covering
 from pelton_e2e import serving
-from pelton_forked import forked_starts
+from pelton_forked import AnyForkingPopen, forked_starts
 
 from pelton import plugins
 from pelton.utils import garbage
@@ -123,10 +124,33 @@ def known_entry_points() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def known_certificates() -> Iterator[None]:
+    """A client of HTTP reads those of all authorities (24 ms), also for a server of this machine without TLS: here once a session."""
+    make, kept = ssl.create_default_context, dict[Any, ssl.SSLContext]()
+
+    def context(*given: Any, **named: Any) -> ssl.SSLContext:
+        key = given, tuple(sorted(named.items()))
+        if key not in kept:
+            kept[key] = make(*given, **named)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", context)
+        yield
+
+
 @pytest.fixture(scope="module")
 def forks() -> Iterator[None]:
-    """Ranks and engines that tests start from this process are forks of one that has imported torch."""
+    """Pelton's processes that a file's tests start are forks of one that has imported what they import."""
     with forked_starts():
+        yield
+
+
+@pytest.fixture(scope="module")
+def script_forks() -> Iterator[None]:
+    """Scripts, too."""
+    with forked_starts(AnyForkingPopen):
         yield
 
 

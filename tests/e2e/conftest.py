@@ -14,7 +14,7 @@ from pelton_backends.native.build import available_sets
 
 @pytest.fixture(scope="module", autouse=True)
 def all_ranks_are_forks(forks: None) -> None:
-    """Their own starts are those of servers here."""
+    """One server is started by `exec` (test_tensor_parallel.py)."""
 
 
 @pytest.fixture
@@ -52,8 +52,9 @@ def llama(references: Callable[[str], Reference]) -> Reference:
 def llama_server(
     references: Callable[[str], Reference], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Reference]]:
-    """One server over the tiny Llama checkpoint, shared by the tests that do not hurt it."""
+    """One server over the tiny Llama checkpoint, shared by the tests that do not hurt it. Its processes are started by `exec`: the
+    growth of their memory is measured."""
     reference = references("llama")
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(reference.path, "--dtype", "float32", "--max-num-seqs", "64", log=log) as (url, _):
+    with serving(reference.path, "--dtype", "float32", "--max-num-seqs", "64", log=log, is_forked=False) as (url, _):
         yield url, reference

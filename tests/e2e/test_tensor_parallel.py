@@ -151,7 +151,7 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(
 ) -> None:
     reference = made("llama")
     flags = ["-tp", "2", "--dtype", "float32", "--max-model-len", "512"]
-    with serving(reference.path, *flags, log=tmp_path / "log") as (url, process):
+    with serving(reference.path, *flags, log=tmp_path / "log", is_forked=False) as (url, process):
         body = {"model": reference.path, "prompt": reference.prompts[2], "max_tokens": NUM_TOKENS, "ignore_eos": True,
                 "temperature": 0, "return_token_ids": True}  # fmt: skip
 

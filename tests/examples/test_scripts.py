@@ -1,4 +1,6 @@
-"""Every example script runs as it stands: three as programs, without a main guard, others in this process, which has imported all."""
+"""Every example script runs as it stands: three as programs, without a main guard, others in this process, which has imported all.
+
+Programs are forks of a process that has imported all. As `python` starts them they run in docs/test_readme.py."""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import httpx
 import pytest
 from pelton_e2e import eventually, free_port
 
+pytestmark = pytest.mark.usefixtures("script_forks")
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples/scripts"
 
 

@@ -28,6 +28,7 @@ from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind
 
 Make = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("forks")  # in test_real_model.py they are none
 
 
 def params(max_tokens: int = 6, kind: RequestOutputKind = RequestOutputKind.DELTA, **more: Any) -> SamplingParams:

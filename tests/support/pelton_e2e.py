@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from pelton_forked import NAME, ExecPopen, ForkingPopen
 from pelton_references import cached
 
 if TYPE_CHECKING:
@@ -257,13 +258,13 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(
-    model: str, *flags: str, log: Path, timeout_s: float = 240.0
+    model: str, *flags: str, log: Path, timeout_s: float = 240.0, is_forked: bool = True
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`pelton serve` on a free port until the block ends; gives (base URL, process)."""
+    """`pelton serve` on a free port until the block ends; gives (base URL, process). is_forked: see pelton_forked.py."""
     port = free_port()
     command = [sys.executable, "-m", "pelton.cli.main", "serve", model, "--port", str(port), *flags]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = (ForkingPopen if is_forked else ExecPopen)(command, stdout=out, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + timeout_s
@@ -307,6 +308,7 @@ def processes_of(pid: int) -> Counter[str]:
     parts = {ENGINE: "engine", API: "API process", RANK: "rank", "pelton.cli.main": "server"}
     server = psutil.Process(pid)
     commands = [one.cmdline() for one in (server, *server.children(recursive=True))]
+    commands = [command for command in commands if not any(NAME in word for word in command)]
     return Counter(
         next((part for module, part in parts.items() if module in command), " ".join(command)) for command in commands
     )

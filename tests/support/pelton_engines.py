@@ -1,4 +1,4 @@
-"""`pelton serve` over engine processes whose steps take 50 ms and no model, and clients of it."""
+"""`pelton serve` over engine processes whose steps take 100 ms and no model, and clients of it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import psutil
 import pytest
 from pelton_e2e import serving
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from pelton.testing import fake_engine
 
 ENGINE = "pelton.engine.process"
 API = "pelton_plugins.server.processes.api_process"
-LONG = 1200
-"""Tokens of a stream that runs until the steps are hurried: a minute, of 50 ms each."""
+LONG = 600
+"""Tokens of a stream that runs until the steps are hurried: a minute, of 100 ms each. All of them are then computed and sent."""
 
 
 class Serving:
@@ -54,12 +55,17 @@ class Serving:
     def by_engine(self, name: str) -> dict[str, float]:
         """A metric's samples, summed by engine."""
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=60).text):
-            for sample in family.samples:
-                if sample.name == name:
-                    engine = sample.labels["engine"]
-                    found[engine] = found.get(engine, 0.0) + sample.value
+        for sample in self.samples(name):
+            engine = sample.labels["engine"]
+            found[engine] = found.get(engine, 0.0) + sample.value
         return found
+
+    def samples(self, name: str) -> list[Sample]:
+        """Those of one metric: to read all of them takes longer than to answer."""
+        lines = httpx.get(self.url + "/metrics", timeout=60).text.splitlines(keepends=True)
+        own = "".join(line for line in lines if line.startswith(name))
+        found = [sample for family in text_string_to_metric_families(own) for sample in family.samples]
+        return [sample for sample in found if sample.name == name]
 
     def healthy(self) -> bool:
         return all(httpx.get(self.url + "/health", timeout=60).status_code == 200 for _ in range(6))
@@ -116,13 +122,13 @@ def starter(folders: pytest.TempPathFactory, log: Path, *flags: str) -> Callable
     files = folders.mktemp("files")
 
     @contextlib.contextmanager
-    def start(*more: str, script: dict[str, object] | None = None) -> Iterator[Serving]:
+    def start(*more: str, script: dict[str, object] | None = None, is_forked: bool = True) -> Iterator[Serving]:
         paths = {name: str(files / name) for name in ("hurry", "hold_start")}
-        plugin_config = {"fake_engine": {"step_s": 0.05, **paths, **(script or {})}}
+        plugin_config = {"fake_engine": {"step_s": 0.1, **paths, **(script or {})}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
             every = [*given, "--plugin-config", json.dumps(plugin_config), *more]
-            with serving(str(model), *every, log=log) as (url, process):
+            with serving(str(model), *every, log=log, is_forked=is_forked) as (url, process):
                 yield Serving(url, psutil.Process(process.pid), files)
 
     return start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -226,6 +227,34 @@ class RoutesOnly:
         return found[0]
 
 
+class _Server(uvicorn.Server):
+    """uvicorn's looks ten times a second whether it should end, and gives connections another tenth to close."""
+
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    async def main_loop(self) -> None:
+        self._end = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if not await self.on_tick(0):  # which also sets headers of all answers
+            await self._end.wait()
+
+    def end(self) -> None:
+        self.should_exit = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end.set)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        for _ in range(20):
+            if not self.server_state.connections and not self.server_state.tasks:
+                return
+            await asyncio.sleep(0.001)
+        await super().shutdown(sockets)
+
+
 class Running:
     """A server in a thread."""
 
@@ -233,7 +262,7 @@ class Running:
         self.llm = llm
         self.state = ServerState(config=config, model_names=["fake", "alias"], llm=llm)
         self.app = build_app(self.state, plugins or RoutesOnly())
-        self._server = uvicorn.Server(
+        self._server = _Server(
             uvicorn.Config(
                 self.app,
                 port=0,
@@ -258,7 +287,7 @@ class Running:
 
     def __exit__(self, *exc: object) -> None:
         self.client.close()
-        self._server.should_exit = True
+        self._server.end()
         self._thread.join(10)
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:

@@ -38,6 +38,7 @@ from pelton.testing.scheduler import make_request
 ENTRY_POINT = "pelton.engine.process"
 
 Start = Callable[..., ProcessClient]
+pytestmark = pytest.mark.usefixtures("forks")  # scripts are none, nor are the engines that they start
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pelton_forked import start
+from pelton_forked import AnyForkingPopen
 
 from pelton import hookimpl
 from pelton.entries import Entry
@@ -77,7 +77,7 @@ def test_two_processes_share_a_model(tmp_path):
     environ = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
     (tmp_path / "rank.py").write_text(RANK)
     ranks = [
-        start(
+        AnyForkingPopen(
             [sys.executable, str(tmp_path / "rank.py"), str(rank), str(path), str(tmp_path / "store"), str(tmp_path / f"{rank}.pt")],
             env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
@@ -139,7 +139,7 @@ for turn in range(3000):
 def test_no_turn_reads_what_another_has_brought(tmp_path):
     (tmp_path / "sums.py").write_text(SUMS)
     ranks = [
-        start(
+        AnyForkingPopen(
             [sys.executable, str(tmp_path / "sums.py"), str(rank), str(tmp_path / "store")], env=dict(os.environ), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )

@@ -8,6 +8,7 @@ import torch
 
 from pelton.testing.communicator import CommunicatorConformance
 
+pytestmark = pytest.mark.usefixtures("forks")
 SUPPORT = Path(__file__).parents[2] / "support"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pelton_forked import AnyForkingPopen
 
 SUPPORT = Path(__file__).parents[2] / "support"
 _TIMEOUT_S = 240.0
@@ -21,8 +22,8 @@ def reports_of(folder: Path, size: int, device: str) -> list[dict[str, list[str]
     if device == "cpu":
         environ["TRITON_INTERPRET"] = "1"
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "pelton_add_norm_ranks", str(rank), str(size), str(folder / "store"), device],
+        AnyForkingPopen(
+            [sys.executable, str(SUPPORT / "pelton_add_norm_ranks.py"), str(rank), str(size), str(folder / "store"), device],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
         )
         for rank in range(size)

@@ -12,6 +12,11 @@ from pelton.testing import fake_engine
 VOCAB_SIZE = 49_000
 
 
+@pytest.fixture(scope="module", autouse=True)
+def all_servers_are_forks(forks: None) -> None:
+    """What is measured here means nothing anyway."""
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Llama of some thousand parameters; needs load_format dummy."""

@@ -24,6 +24,11 @@ FIELDS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def all_servers_are_forks() -> None:
+    """None is: a soak looks at every process of its server, zygotes too."""
+
+
 def make_source(seed=0, **more) -> Source:
     return Source(random.Random(seed), "m", **{"max_model_len": 2000, **more})
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import zmq
 from pelton_e2e import Reference, eventually, free_port, generate, greedy, greedy_reference, make_llm, make_prompts
+from pelton_forked import ForkingPopen
 
 from pelton.cli.main import main
 from pelton.errors import ConfigError
@@ -23,6 +24,7 @@ from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 from pelton_plugins.data_parallel.secure import connect, key_pair, listen, read_secret
 
 NUM_TOKENS = 12
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def node(model: str, log: Path, **flags: object) -> Iterator[subprocess.Popen[by
     for name, value in flags.items():
         command += ["--" + name.replace("_", "-"), str(value)]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, process_group=0)
+        process = ForkingPopen(command, stdout=out, stderr=subprocess.STDOUT, process_group=0)
     try:
         yield process
     finally:

@@ -14,6 +14,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 from pelton_e2e import eventually
+from pelton_forked import forked_starts
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, PluginError
@@ -33,7 +34,8 @@ from pelton_plugins.kv_connectors.shared_storage import SharedStorage
 
 @pytest.fixture(scope="module")
 def for_suite() -> Iterator[MultiProcExecutor]:
-    executor = make_executor(tensor_parallel_size=2)
+    """Its ranks are started by `exec`; those of the tests below are forks."""
+    executor = start_executor(tensor_parallel_size=2)
     yield executor
     executor.shutdown()
 
@@ -129,6 +131,11 @@ def test_only_specs_cross():
 
 
 def make_executor(**settings) -> MultiProcExecutor:
+    with forked_starts():
+        return start_executor(**settings)
+
+
+def start_executor(**settings) -> MultiProcExecutor:
     flat = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 64, "device": "cpu"} | settings
     config = EngineConfig.from_flat(**flat)
     return MultiProcExecutor(ExecutorContext(config=config, model=tiny_model(), plugins=load_plugins()))

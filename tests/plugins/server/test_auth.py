@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from litestar import get
+from pelton_fake_server import FakeAsyncLLM, Running
 
 from pelton.errors import ConfigError
 from pelton_plugins.server.config import ServerConfig, is_loopback
@@ -33,9 +34,11 @@ class WithExtra:
         return [*pelton_http_routes(), ExtraEntry()] if hook == "pelton_http_routes" else []
 
 
-@pytest.fixture
-def locked(start):
-    return start(plugins=WithExtra(), api_key=["first-key", "second-key"])
+@pytest.fixture(scope="module")
+def locked():
+    config = ServerConfig(access_log=False, api_key=["first-key", "second-key"])
+    with Running(config, FakeAsyncLLM(), WithExtra()) as running:
+        yield running
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The server and an engine process of its own, whose steps take 50 ms and no model: deaths, ends, aborts."""
+"""The server and an engine process of its own, whose steps take 100 ms and no model: deaths, ends, aborts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 from pelton_e2e import eventually, gauge
+from pelton_engines import ENGINE, Serving, starter
 from pelton_engines import LONG as NUM_TOKENS
-from pelton_engines import Serving, starter
 
 LONG = {"prompt": "abc", "max_tokens": NUM_TOKENS, "ignore_eos": True}
 
@@ -58,7 +58,7 @@ def test_a_killed_engine_is_told_at_once_and_comes_back(serving_slowly):
         for thread in threads:
             thread.start()
         assert eventually(lambda: gauge(url, "num_requests_running") == 2) and has_begun.wait(60)
-        [engine] = process.children()
+        [engine] = running.children(ENGINE)
         with running.without_starts():
             os.kill(engine.pid, signal.SIGKILL)
             for thread in threads:
@@ -81,7 +81,7 @@ def test_a_killed_engine_is_told_at_once_and_comes_back(serving_slowly):
 
 def test_a_step_that_hangs_ends_its_requests_and_the_engine_comes_back(serving_slowly):
     """Meanwhile others are told to come again."""
-    hanging = ("--max-step-s", "2", "--plugin-config.fake_engine.hang_at_step", "40")
+    hanging = ("--max-step-s", "2", "--plugin-config.fake_engine.hang_at_step", "10")
     with serving_slowly(*hanging) as running:
         url = running.url
         with running.without_starts():
@@ -123,7 +123,7 @@ def test_sigterm_lets_requests_finish_and_leaves_no_process(serving_slowly, log)
 def test_a_killed_server_leaves_neither_its_engine_nor_its_folder(serving_slowly, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with serving_slowly() as running:
-        [engine] = running.process.children()
+        [engine] = running.children(ENGINE)
         assert list(tmp_path.glob("pelton-*"))
         running.process.kill()
         running.process.wait()

@@ -1,4 +1,6 @@
-"""The server process from its first line to its exit code, over a fake engine."""
+"""The server process from its first line to its exit code, over a fake engine.
+
+Where a test says `is_forked=False` it is started by `exec`, as users do; else as a fork, which has imported all (pelton_forked.py)."""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from pathlib import Path
 import httpx
 import pytest
 from pelton_e2e import eventually, free_port
+from pelton_forked import AnyForkingPopen, ExecPopen
 
 from pelton.errors import ConfigError
 from pelton_plugins.server.config import ServerConfig
@@ -60,14 +63,14 @@ sys.exit(command.run(sys.argv[1:]))
 class Process:
     def __init__(
         self, *flags: str, load_s: float = 0.0, held_by: str = "", step_s: float = 0.02, fails: str = "", breaks: str = "",
-        environ: dict[str, str] | None = None,
+        environ: dict[str, str] | None = None, is_forked: bool = True,
     ) -> None:  # fmt: skip
         """load_s, and a file that has to be gone: before the model is loaded."""
         source = str(Path(__file__).parents[2] / "support/pelton_fake_server.py")
         code = CODE.format(
             source=source, load_s=load_s, held_by=held_by, step_s=step_s, fails=fails or "pass", breaks=breaks
         )
-        self.process = subprocess.Popen(
+        self.process = (AnyForkingPopen if is_forked else ExecPopen)(
             [sys.executable, "-c", code, *flags],
             stderr=subprocess.PIPE,
             text=True,
@@ -161,7 +164,7 @@ def refuses(url: str) -> bool:
 
 
 def test_start_prints_table_and_a_curl_line_that_works(launch):
-    server = launch("tiny", "--port", "0", "--served-model-name", "shown")
+    server = launch("tiny", "--port", "0", "--served-model-name", "shown", is_forked=False)
     url = server.wait_ready()
     server.wait_for(r"-d '.*'")
     assert "model  fake" in server.text
@@ -173,7 +176,7 @@ def test_start_prints_table_and_a_curl_line_that_works(launch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_running_requests_finish_then_the_exit_code_is_0(launch, number):
-    server = launch("--port", "0")
+    server = launch("--port", "0", is_forked=False)
     url = server.wait_ready()
     thread, replies = long_request(url, 40)
     server.process.send_signal(number)
@@ -221,7 +224,7 @@ def test_health_says_503_while_the_model_loads(launch, tmp_path):
 
 def test_a_signal_while_the_model_loads_ends_it(launch):
     port = free_port()
-    server = launch("--port", str(port), load_s=600)
+    server = launch("--port", str(port), load_s=600, is_forked=False)
     loading(port)
     server.process.send_signal(signal.SIGINT)
     assert server.wait_end() == 0
@@ -229,7 +232,7 @@ def test_a_signal_while_the_model_loads_ends_it(launch):
 
 def test_an_engine_that_does_not_start_is_one_line_and_a_code(launch):
     fails = "from pelton.errors import ConfigError; raise ConfigError('max_model_len is 9; use more.')"
-    server = launch("--port", "0", fails=fails)
+    server = launch("--port", "0", fails=fails, is_forked=False)
     assert server.wait_end() == 2
     assert "pelton serve: max_model_len is 9; use more." in server.text
     assert "Traceback" not in server.text

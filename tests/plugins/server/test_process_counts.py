@@ -10,7 +10,7 @@ from pelton_e2e import processes_of
 from pelton_plugins.bench.stream.command import own_server
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_processes_are_as_many_as_the_sizes_say():
     sizes = {"num_seqs": 4, "max_model_len": 64, "num_ranks": 2}
     with own_server(2, None, "-dp", "2", **sizes) as (_, process):

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from pelton_e2e import eventually, gauge, serving
 from pelton_late_import import LateImport
@@ -69,9 +70,8 @@ def client(url: str) -> openai.OpenAI:
 def test_all_threads_of_the_server_have_a_lower_priority_than_its_engine(server):
     _, pid = server
     threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    (engine,) = [
-        int(one) for thread in threads for one in Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
-    ]
+    children = psutil.Process(pid).children()
+    (engine,) = [child.pid for child in children if "pelton.engine.process" in child.cmdline()]
     own = os.getpriority(os.PRIO_PROCESS, engine)
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {min(own + NICENESS, 19)}
 

@@ -18,7 +18,6 @@ from pelton_e2e import eventually
 from pelton_engines import API, asked, starter
 from pelton_engines import LONG as NUM_TOKENS
 from pelton_engines import Serving as AnyServing
-from prometheus_client.parser import text_string_to_metric_families
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -32,13 +31,7 @@ class Serving(AnyServing):
 
     def sample(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels."""
-        families = text_string_to_metric_families(httpx.get(self.url + "/metrics", timeout=60).text)
-        return sum(
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return sum(sample.value for sample in self.samples(name) if labels.items() <= sample.labels.items())
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +40,10 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[contextlib.Abs
     start_any = starter(tmp_path_factory, log, "--api-server-count", "2")
 
     @contextlib.contextmanager
-    def start(*more: str) -> Iterator[Serving]:
+    def start(*more: str, **options: bool) -> Iterator[Serving]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms between two messages to a collector
-            with start_any(*more) as found:
+            with start_any(*more, **options) as found:
                 running = Serving(found.url, found.process, found.folder)
                 # One process is ready a moment before the other, which refuses requests until then.
                 assert eventually(lambda: running.sample("pelton_api_processes") == 2)
@@ -155,7 +148,7 @@ def test_figures_are_those_of_all_processes(server):
     before = server.sample("pelton_request_success_total")
     ids, pids = set(), set()
     for _ in range(24):
-        with httpx.Client() as client:
+        with server.hurried(), httpx.Client() as client:
             reply = client.post(server.url + "/v1/completions", json={"prompt": "ab", "max_tokens": 3}, timeout=60)
             assert reply.status_code == 200
             ids.add(reply.json()["id"])
@@ -223,14 +216,16 @@ def test_a_response_is_found_whichever_process_keeps_it(server):
     def call(method: str, path: str, body: object = None) -> httpx.Response:
         return httpx.request(method, f"{server.url}/v1/responses{path}", json=body, timeout=60)
 
-    made = [call("POST", "", {"input": f"say {n}", "max_output_tokens": 2}).json() for n in range(8)]
+    with server.hurried():
+        made = [call("POST", "", {"input": f"say {n}", "max_output_tokens": 2}).json() for n in range(8)]
     keepers = {one["id"].split("-")[0] for one in made}
     assert keepers == {"resp_0", "resp_1"}
     for one in made:
         assert {call("GET", f"/{one['id']}").json()["output"][0]["id"] for _ in range(6)} == {one["output"][0]["id"]}
     for one in made:
         follows = {"input": "go on", "previous_response_id": one["id"], "max_output_tokens": 2}
-        replies = [call("POST", "", follows).json() for _ in range(3)]
+        with server.hurried():
+            replies = [call("POST", "", follows).json() for _ in range(3)]
         assert all(reply["usage"]["input_tokens"] > one["usage"]["input_tokens"] for reply in replies)
     later = call("POST", "", {"input": "long", "max_output_tokens": 1000, "background": True}).json()
     replies = [call("POST", f"/{later['id']}/cancel") for _ in range(4)]
@@ -273,8 +268,9 @@ def test_a_killed_engine_fails_all_streams_and_comes_back(server):
 
 
 def test_sigterm_lets_streams_finish_and_leaves_nothing(started, tmp_path, monkeypatch):
+    """All of these processes are started by `exec`."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with started("--graceful-shutdown-s", "200") as running:
+    with started("--graceful-shutdown-s", "200", is_forked=False) as running:
         port = int(running.url.rsplit(":", 1)[1])
         with socket.socket() as other, pytest.raises(OSError):
             other.bind(("127.0.0.1", port))
