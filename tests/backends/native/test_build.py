@@ -174,7 +174,9 @@ def test_sets_that_most_tests_leave_out_differ_in_products_of_bytes_alone(name, 
     numbers = [one.number for one in ISAS if one.name in (name, name.removesuffix("_vnni"))]
     sources = [path for path in build.SOURCES.glob("*.c") if path.stem not in ("common", "quant")]
     assert len(numbers) == 2 and len(sources) > 5
-    for header in {name for path in build.SOURCES.iterdir() for name in re.findall(r"#include <(.+)>", path.read_text())}:
+    for header in {
+        name for path in build.SOURCES.iterdir() for name in re.findall(r"#include <(.+)>", path.read_text())
+    }:
         (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / header).touch()
     alone = ["-nostdinc", f"-I{tmp_path}"]
