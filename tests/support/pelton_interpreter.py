@@ -1,15 +1,14 @@
 """Triton's interpreter (3.6), mended where it is wrong and made quick where it repeats itself.
 
 What it computes stays its own. Most of its time goes into bookkeeping of its own: it patches `triton.language` anew for every
-call of a device function, counts integer sums a second time for an assertion that is off, and builds the same types and
-shapes for every value.
+call of a device function, counts integer sums a second time for an assertion that is off, and looks at the types of both operands
+anew for every operator (pelton_interpreter_ops.py).
 """
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
-import math
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +18,16 @@ import torch
 
 def mend() -> None:
     """Once a process, after TRITON_INTERPRET is set and before a kernel runs."""
+    from pelton_interpreter_ops import intern_types, look_before, share_facts
+
     _let_scalars_bound_loops()
     _round_to_e4m3()
     _patch_once_a_launch()
     _count_no_overflow()
     _look_up_dtypes()
-    _share_shapes()
-    _share_block_types()
+    intern_types()
+    share_facts()
+    look_before()
     _broadcast_what_differs()
 
 
@@ -63,23 +65,45 @@ def _round_to_e4m3() -> None:
 
 
 def _patch_once_a_launch() -> None:
-    """Device functions run while the kernel that calls them has `triton.language` patched."""
+    """Device functions run while the kernel that calls them has `triton.language` patched. What is put in its place is found once."""
     import triton.language as tl
+    from pelton_interpreter_ops import call_at_once, quick_functions, quick_operators
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang
     everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    changes: list[tuple[Any, str, Any, Any]] = []
     active: list[Any] = []
+
+    def find_changes() -> None:
+        scope = patch(everything)
+        for owner, name, _ in list(scope._changes):
+            scope.set_attr(owner, name, call_at_once(getattr(owner, name)))
+        for owners, made in (((tl.tensor,), quick_operators()), ((tl, tl.core), quick_functions())):
+            for owner, (name, function) in itertools.product(owners, made.items()):
+                scope.set_attr(owner, name, function)
+        first = {}
+        for owner, name, original in scope._changes:
+            first.setdefault((id(owner), name), (owner, name, original))
+        changes.extend((owner, name, original, getattr(owner, name)) for owner, name, original in first.values())
+        scope.restore()
 
     class Scope:
         def __init__(self) -> None:
-            self._patched = patch(everything)
+            for owner, name, _, new in changes:
+                setattr(owner, name, new)
 
         def restore(self) -> None:
             active.clear()
-            self._patched.restore()
+            for owner, name, original, _ in changes:
+                if original is interpreter._MISSING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
 
     def patch_lang(function: Any) -> Any:
+        if not changes:
+            find_changes()
         if not active:
             active.append(Scope())
         return active[0]
@@ -112,40 +136,6 @@ def _look_up_dtypes() -> None:
         return found
 
     interpreter._get_np_dtype = np_dtype
-
-
-def _share_shapes() -> None:
-    """A value's shape is a tuple of constants, whose type is a tuple of types."""
-    import triton.language as tl
-
-    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
-
-    def init(self: Any, handle: Any, type: Any) -> None:
-        shape = builtins.tuple(type.shape.values) if type.is_block() else ()
-        if shape not in known:
-            known[shape] = tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
-        self.numel, self.shape = known[shape]
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-
-    tl.tensor.__init__ = init
-
-
-def _share_block_types() -> None:
-    """One of a kind is checked and named."""
-    import triton.language as tl
-
-    plain = tl.block_type.__init__
-    known: dict[Any, dict[str, Any]] = {}
-
-    def init(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = builtins.tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
-        key = element_ty.name, getattr(element_ty, "address_space", None), sizes
-        if key not in known:
-            plain(self, element_ty, shape)
-            known[key] = vars(self)
-        self.__dict__.update(known[key])
-
-    tl.block_type.__init__ = init
 
 
 def _broadcast_what_differs() -> None:
