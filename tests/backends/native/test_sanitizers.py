@@ -13,7 +13,9 @@ from pelton_isas import AVAILABLE
 from pelton_backends.native.build import build_library
 from pelton_backends.native.isa import ISAS
 
-FLAGS = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1"]
+FLAGS = ["-O0", "-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g1"]
+TRAPS = ["-fsanitize-undefined-trap-on-error"]  # undefined behaviour ends the process: a third less to compile than words about it
+WORDS = ["-fno-sanitize-recover=undefined"]
 HERE = Path(__file__).parent
 SETS = {AVAILABLE[0], AVAILABLE[-1]}
 """The narrowest vectors and the set that this CPU uses: those between have the same loops over the same places."""
@@ -48,7 +50,9 @@ class Few:
             "test_at_size",
             "test_law_by_chi_square",
         )
-        return not is_large and parameters.get("seed", 0) < 2
+        # From 384 rows on the threads' chunks of whole layers have 128 rows, with one thread as with three.
+        has_same_chunks = sum(parameters.get("lengths", [0])) >= 384 and parameters.get("threads", 3) != 3
+        return not is_large and not has_same_chunks and parameters.get("seed", 0) < 2
 
     def pytest_collection_finish(self, session):
         turns = {}
@@ -77,12 +81,20 @@ def test_kernels_touch_only_what_is_theirs():
     asan = runtime("libasan.so")
     if asan is None:
         pytest.skip("the compiler has no libasan")
+    result = run_watched(asan, [*FLAGS, *TRAPS])
+    if result.returncode:
+        result = run_watched(asan, [*FLAGS, *WORDS])
+        assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+        pytest.fail("it failed once, and not when it was asked for words")
+
+
+def run_watched(asan, flags):
     for one in ISAS:
         if one.name in SETS:
-            build_library(one, extra_flags=FLAGS)  # here: behind LD_PRELOAD the compiler takes twice as long
+            build_library(one, extra_flags=flags)  # here: behind LD_PRELOAD the compiler takes twice as long
     paths = [str(HERE), str(HERE.parents[1] / "support")]
-    code = RUN.format(paths=paths, sets=tuple(sorted(SETS)), flags=FLAGS, tests=[str(HERE / name) for name in FILES])
-    result = subprocess.run(
+    code = RUN.format(paths=paths, sets=tuple(sorted(SETS)), flags=flags, tests=[str(HERE / name) for name in FILES])
+    return subprocess.run(
         [sys.executable, "-c", code],
         env={
             **os.environ, "LD_PRELOAD": asan, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive",
@@ -90,4 +102,3 @@ def test_kernels_touch_only_what_is_theirs():
         },
         cwd=HERE.parents[2], capture_output=True, text=True, timeout=880,
     )  # fmt: skip
-    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
