@@ -35,6 +35,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def walked(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of the tree, which a dozen rules look at."""
+    return tuple(ast.walk(tree))
+
+
 def trees(paths: list[Path]) -> Iterator[tuple[str, ast.Module]]:
     for path in paths:
         yield str(path.relative_to(ROOT)), parsed(path)
@@ -48,7 +54,7 @@ def offenders(rule: Callable[[ast.Module], list[Any]]) -> dict[str, list[Any]]:
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import, inside functions too."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -73,7 +79,7 @@ FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "pickle.loads", "pickle.load", 
 
 def dangers(tree: ast.Module) -> list[str]:
     found = [f"line {line}: imports {name}" for line, name in imports(tree) if name.split(".")[0] in FORBIDDEN_IMPORTS]
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
@@ -131,7 +137,7 @@ def test_core_names_no_other_tree():
     for name, tree in trees([path for path in sources(with_examples=False) if TREES["pelton"] in path.parents]):
         for line, module in imports(tree):
             assert module.split(".")[0] not in TREES.keys() - {"pelton"}, f"{name}:{line} imports {module}"
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
                 match = re.match(r"(pelton_\w+)[\w.]*:", node.value)
                 assert match is None, f"{name}:{node.lineno} loads {node.value}"
@@ -219,14 +225,14 @@ def foreign_assignments(tree: ast.Module) -> list[int]:
     """Lines that assign to an attribute of an imported module, or of a class that was imported. Triton's `knobs` are there to be
     set."""
     imported: set[str] = set()
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Import):
             imported |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported |= {alias.asname or alias.name for alias in node.names}
     imported.discard("knobs")
     lines = []
-    for node in ast.walk(tree):
+    for node in walked(tree):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
             lines += [
@@ -284,7 +290,7 @@ def test_each_hook_is_called_by_the_engine_with_its_arguments():
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
@@ -348,7 +354,7 @@ CALQUES = re.compile(r"(What|Of|Its|Their|By|Whether|Who|Whose|Whom)\b")
 def unclear_docstrings(tree: ast.Module) -> list[str]:
     """First lines that neither name the thing nor say what is done."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes = [node for node in walked(tree) if isinstance(node, kinds)]
     lines = {getattr(node, "lineno", 1): (ast.get_docstring(node) or "").partition("\n")[0] for node in nodes}
     return [f"line {number}: {first}" for number, first in lines.items() if CALQUES.match(first)]
 

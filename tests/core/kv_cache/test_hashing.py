@@ -143,12 +143,13 @@ def test_sha256_cbor_hashes_the_cbor():
     ]
 
 
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=2)  # by a codec it asks for a million characters
 INPUTS = st.tuples(
     st.binary(max_size=3),
     st.lists(st.integers(-2, 300), max_size=3),
     st.integers(0, 2),
-    st.lists(st.text(max_size=2), max_size=2),
-    st.none() | st.text(max_size=2),
+    st.lists(WORDS, max_size=2),
+    st.none() | WORDS,
 )
 
 

@@ -88,7 +88,7 @@ def test_any_token_sequence_streams_to_its_full_decode(smollm2, data, skip):
 
 
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(max_size=60), cut=st.integers(0, 60))
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60), cut=st.integers(0, 60))
 def test_the_prompts_tail_is_context_for_a_character_cut_in_two(smollm2, text, cut):
     ids = smollm2.encode(text)
     assume("\ufffd" not in text and smollm2.decode(ids) == text)  # its vocabulary lacks a few bytes
