@@ -5,7 +5,8 @@ Subclass `HTTPConformance` in a test module and set `calls`. The package has to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import pytest
 from pelton.testing.server import Reply, TinyServer, serve_tiny
 
 KEY = "conformance"
+_STARTED = pytest.StashKey[dict[tuple[str, ...], TinyServer]]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,15 @@ class HTTPConformance:
     """More flags of `pelton serve`."""
 
     @pytest.fixture(scope="class")
-    def server(self) -> Iterator[TinyServer]:
-        with serve_tiny(*self.flags, key=KEY) as server:
-            yield server
+    def server(self, pytestconfig: pytest.Config) -> TinyServer:
+        """One for all classes with the same flags: a start takes seconds."""
+        started = pytestconfig.stash.setdefault(_STARTED, {})
+        flags = tuple(self.flags)
+        if flags not in started:
+            stack = ExitStack()
+            started[flags] = stack.enter_context(serve_tiny(*flags, key=KEY))
+            pytestconfig.add_cleanup(stack.close)
+        return started[flags]
 
     def ask(self, server: TinyServer, call: Call, **more: Any) -> Reply:
         return server.ask(call.method, call.path, call.body, **more)

@@ -169,15 +169,21 @@ def test_a_set_of_this_cpu_is_loaded(restored, name):
 
 
 @pytest.mark.parametrize("name", [one.name for one in ISAS if one.name.endswith("_vnni")])
-def test_sets_that_most_tests_leave_out_differ_in_products_of_bytes_alone(name):
-    """tests/support/pelton_isas.py"""
+def test_sets_that_most_tests_leave_out_differ_in_products_of_bytes_alone(name, tmp_path):
+    """tests/support/pelton_isas.py. The system's headers are empty files: what they say does not depend on the set's number."""
     numbers = [one.number for one in ISAS if one.name in (name, name.removesuffix("_vnni"))]
     sources = [path for path in build.SOURCES.glob("*.c") if path.stem not in ("common", "quant")]
     assert len(numbers) == 2 and len(sources) > 5
+    for header in {
+        name for path in build.SOURCES.iterdir() for name in re.findall(r"#include <(.+)>", path.read_text())
+    }:
+        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / header).touch()
+    alone = ["-nostdinc", f"-I{tmp_path}"]
     for source in sources:
         texts = [
             subprocess.run(
-                [build.find_compiler(), "-E", "-P", *ISAS[-1].flags[:-1], f"-DPELTON_ISA={number}", str(source)],
+                [build.find_compiler(), "-E", "-P", *alone, *ISAS[-1].flags[:-1], f"-DPELTON_ISA={number}", str(source)],
                 capture_output=True, text=True, check=True,
             ).stdout
             for number in numbers

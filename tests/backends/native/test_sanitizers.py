@@ -14,7 +14,9 @@ from pelton_backends.native.build import build_library
 from pelton_backends.native.isa import ISAS
 
 FLAGS = ["-O0", "-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g1"]
-TRAPS = ["-fsanitize-undefined-trap-on-error"]  # undefined behaviour ends the process: a third less to compile than words about it
+TRAPS = [
+    "-fsanitize-undefined-trap-on-error"
+]  # undefined behaviour ends the process: a third less to compile than words about it
 WORDS = ["-fno-sanitize-recover=undefined"]
 HERE = Path(__file__).parent
 SETS = {AVAILABLE[0], AVAILABLE[-1]}
