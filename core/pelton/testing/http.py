@@ -6,6 +6,7 @@ Subclass `HTTPConformance` in a test module and set `calls`. The package has to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,9 +43,9 @@ class HTTPConformance:
         started = pytestconfig.stash.setdefault(_STARTED, {})
         flags = tuple(self.flags)
         if flags not in started:
-            serving = serve_tiny(*flags, key=KEY)
-            started[flags] = serving.__enter__()
-            pytestconfig.add_cleanup(lambda: serving.__exit__(None, None, None))
+            stack = ExitStack()
+            started[flags] = stack.enter_context(serve_tiny(*flags, key=KEY))
+            pytestconfig.add_cleanup(stack.close)
         return started[flags]
 
     def ask(self, server: TinyServer, call: Call, **more: Any) -> Reply:
