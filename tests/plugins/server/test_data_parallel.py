@@ -1,4 +1,4 @@
-"""`pelton serve -dp 2` over engine processes whose steps take 50 ms and no model: one port, figures by engine, and no engine that takes
+"""`pelton serve -dp 2` over engine processes whose steps take 100 ms and no model: one port, figures by engine, and no engine that takes
 the other's requests with it."""
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_processes_are_those_of_the_table(started):
 
 def test_prompts_that_begin_alike_meet_in_one_engine(started):
     flags = ["--data-parallel-routing", "prefix", "--plugin-config.data_parallel.piece_tokens", "16"]
-    with started("--api-server-count", "1", *flags) as running:
+    with started("--api-server-count", "1", *flags) as running, running.hurried():
         for number in range(12):
             text = f"{number % 3} is how this prompt begins, and then it goes on: {number}"
             reply = httpx.post(running.url + "/v1/completions", json={"prompt": text, "max_tokens": 2}, timeout=60)

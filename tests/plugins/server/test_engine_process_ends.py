@@ -1,4 +1,4 @@
-"""The server and an engine process of its own, whose steps take 50 ms and no model: deaths, ends, aborts."""
+"""The server and an engine process of its own, whose steps take 100 ms and no model: deaths, ends, aborts."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_killed_engine_is_told_at_once_and_comes_back(serving_slowly):
 
 def test_a_step_that_hangs_ends_its_requests_and_the_engine_comes_back(serving_slowly):
     """Meanwhile others are told to come again."""
-    hanging = ("--max-step-s", "2", "--plugin-config.fake_engine.hang_at_step", "40")
+    hanging = ("--max-step-s", "2", "--plugin-config.fake_engine.hang_at_step", "10")
     with serving_slowly(*hanging) as running:
         url = running.url
         with running.without_starts():

@@ -148,7 +148,7 @@ def test_figures_are_those_of_all_processes(server):
     before = server.sample("pelton_request_success_total")
     ids, pids = set(), set()
     for _ in range(24):
-        with httpx.Client() as client:
+        with server.hurried(), httpx.Client() as client:
             reply = client.post(server.url + "/v1/completions", json={"prompt": "ab", "max_tokens": 3}, timeout=60)
             assert reply.status_code == 200
             ids.add(reply.json()["id"])
@@ -216,14 +216,16 @@ def test_a_response_is_found_whichever_process_keeps_it(server):
     def call(method: str, path: str, body: object = None) -> httpx.Response:
         return httpx.request(method, f"{server.url}/v1/responses{path}", json=body, timeout=60)
 
-    made = [call("POST", "", {"input": f"say {n}", "max_output_tokens": 2}).json() for n in range(8)]
+    with server.hurried():
+        made = [call("POST", "", {"input": f"say {n}", "max_output_tokens": 2}).json() for n in range(8)]
     keepers = {one["id"].split("-")[0] for one in made}
     assert keepers == {"resp_0", "resp_1"}
     for one in made:
         assert {call("GET", f"/{one['id']}").json()["output"][0]["id"] for _ in range(6)} == {one["output"][0]["id"]}
     for one in made:
         follows = {"input": "go on", "previous_response_id": one["id"], "max_output_tokens": 2}
-        replies = [call("POST", "", follows).json() for _ in range(3)]
+        with server.hurried():
+            replies = [call("POST", "", follows).json() for _ in range(3)]
         assert all(reply["usage"]["input_tokens"] > one["usage"]["input_tokens"] for reply in replies)
     later = call("POST", "", {"input": "long", "max_output_tokens": 1000, "background": True}).json()
     replies = [call("POST", f"/{later['id']}/cancel") for _ in range(4)]
