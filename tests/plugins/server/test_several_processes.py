@@ -19,6 +19,7 @@ from pelton_engines import API, asked, starter
 from pelton_engines import LONG as NUM_TOKENS
 from pelton_engines import Serving as AnyServing
 
+pytestmark = pytest.mark.usefixtures("forks")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
