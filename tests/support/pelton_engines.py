@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from pelton_e2e import serving
+from pelton_e2e import eventually, serving
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -129,6 +129,11 @@ def starter(folders: pytest.TempPathFactory, log: Path, *flags: str) -> Callable
             patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
             every = [*given, "--plugin-config", json.dumps(plugin_config), *more]
             with serving(str(model), *every, log=log, is_forked=is_forked) as (url, process):
-                yield Serving(url, psutil.Process(process.pid), files)
+                running = Serving(url, psutil.Process(process.pid), files)
+                if num_servers := len(running.children(API)):
+                    # One is ready a moment before the others, which refuse requests until then.
+                    ready = "pelton_api_processes"
+                    assert eventually(lambda: [one.value for one in running.samples(ready)] == [num_servers])
+                yield running
 
     return start

@@ -39,7 +39,7 @@ from typing import Any
 
 _MOST_BYTES, _MOST_FDS = 1 << 17, 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_PYTHON = sys.executable  # a test may name another one
+_PYTHON, _ENVIRON = sys.executable, dict(os.environ)  # a test may name others
 _PADDING = "-" * 4096
 """Where the command lines of forks are written."""
 NAME = Path(__file__).name
@@ -86,7 +86,7 @@ def _started() -> Zygote:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [_PYTHON, str(Path(__file__).resolve()), str(theirs.fileno()), _PADDING]
-        environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # else numpy starts threads
+        environ = {**_ENVIRON, "OPENBLAS_NUM_THREADS": "1"}  # else numpy starts threads
         _Started(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=environ)
     return Zygote(ours)
 

@@ -19,6 +19,11 @@ TINY = ["--num-seqs", "2", "--input-len", "4", "--output-len", "3", "--seconds",
 SITUATIONS = ["alone", "beside one busy loop", "beside two", "two engines, the one", "two engines, the other"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def all_servers_are_forks() -> None:
+    """None is: all children of this process are looked at, a zygote too."""
+
+
 def children() -> set[int]:
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
