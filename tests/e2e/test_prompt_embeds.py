@@ -144,9 +144,9 @@ def llm_of_embeds(references: Callable[[str], Reference]) -> Any:
 
 
 def test_what_embeddings_do_not_go_with(llm_of_embeds: Any, llama_embeds: list[torch.Tensor]) -> None:
-    with pytest.raises(RequestError, match="without prompt_token_ids and prompt_logprobs"):
+    with pytest.raises(RequestError, match="without prompt_token_ids, prompt_logprobs and truncate_prompt_tokens"):
         llm_of_embeds.generate(given(llama_embeds[:1]), SamplingParams(prompt_logprobs=1), use_tqdm=False)
-    with pytest.raises(RequestError, match="without prompt_token_ids and prompt_logprobs"):
+    with pytest.raises(RequestError, match="without prompt_token_ids, prompt_logprobs and truncate_prompt_tokens"):
         llm_of_embeds.generate({"prompt_embeds": llama_embeds[0], "prompt_token_ids": [1]}, use_tqdm=False)
 
 

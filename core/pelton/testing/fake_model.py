@@ -85,10 +85,10 @@ class FakeModel:
                 return output, FinishReason.STOP
             if grammar is not None:
                 assert grammar.accept([token])
-                if grammar.is_terminated() and (not eos_ids or len(output) < params.min_tokens):
-                    return output, FinishReason.STOP
             if len(output) == params.max_tokens or len(prompt) + len(output) == max_model_len:
                 return output, FinishReason.LENGTH
+            if grammar is not None and grammar.is_terminated() and (not eos_ids or len(output) < params.min_tokens):
+                return output, FinishReason.STOP
 
 
 def fake_resolved_model(

@@ -98,7 +98,7 @@ def test_a_batch_answers_each_conversation(shared):
         ({"messages": HI}, "body.messages[0]"),
         ({"stream": True}, "stream"),
         ({"n": 2}, "n"),
-        ({"messages": [HI] * 2049}, "prompt"),
+        ({"messages": [HI] * 2049}, "messages"),
         ({"messages": [HI, [{"role": "user"}]]}, "messages[1][0].content"),
     ],
 )
