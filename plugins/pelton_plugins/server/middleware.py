@@ -15,7 +15,6 @@ import msgspec
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from pelton.logging import get_logger
-from pelton_plugins.server import anthropic, cohere
 from pelton_plugins.server.errors import ErrorResponse
 from pelton_plugins.server.origins import Hosts, Origins, refuse
 from pelton_plugins.server.state import ServerState
@@ -157,10 +156,16 @@ class Middleware:
 
 
 def _shape_of(path: str) -> Callable[[ErrorResponse], bytes]:
-    """Encode an error as the clients of a route read it."""
+    """Return how an error is encoded for the clients of a route. Modules of other clients' shapes are read here: a start does without."""
     if path.startswith("/v1/messages"):
-        return anthropic.error_body
-    return cohere.error_body if path.startswith(("/v2/", "/cohere/")) else msgspec.json.encode
+        from pelton_plugins.server.anthropic import error_body
+
+        return error_body
+    if path.startswith(("/v2/", "/cohere/")):
+        from pelton_plugins.server.cohere import error_body as cohere_error
+
+        return cohere_error
+    return msgspec.json.encode
 
 
 def _method(scope: Scope) -> str:
