@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import itertools
+import logging
 import os
 import ssl
 import sys
@@ -98,6 +99,12 @@ def quick_collections() -> Iterator[None]:
             patch.setattr(module, "gc", calm)
         yield
     # All stays frozen: pytest collects twice when it ends, which would look at everything.
+
+
+@pytest.fixture(autouse=True)
+def log_reaches_pytest() -> None:
+    """An engine or command that ran in this process before has sent the log to stderr alone, and pytest would take some lines twice."""
+    logging.getLogger("pelton").propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)

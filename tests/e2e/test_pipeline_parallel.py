@@ -33,7 +33,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
     def executes(self: MultiProcExecutor, output: SchedulerOutput) -> StepHandle:
         sampled = {slot for slot, is_last in zip(output.slots, output.samples, strict=True) if is_last}
-        found.most_together = max(found.most_together, sum(not sampled & other for other in found.open.values()) + 1)
+        found.most_together = max(
+            found.most_together, sum(not sampled & other for other in list(found.open.values())) + 1
+        )
         found.open[output.step_id] = sampled
         return execute(self, output)
 

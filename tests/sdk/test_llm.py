@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -292,7 +291,6 @@ def test_log_lines_are_written_offline_when_they_are_asked_for(
     settings: dict[str, Any], asked: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pelton")
-    logging.getLogger("pelton").propagate = True
     del settings["disable_log_stats"]
     with LLM(**settings | asked) as llm:
         generate(llm, ["a", "b"])

@@ -19,7 +19,9 @@ def load_again() -> ModuleType:
     return module
 
 
-sys.dont_write_bytecode = True  # Python takes an old .pyc for a file of the same size that was written in the same second
+sys.dont_write_bytecode = (
+    True  # Python takes an old .pyc for a file of the same size that was written in the same second
+)
 for order in (("deep_kernel", "leaf_kernel"), ("leaf_kernel", "deep_kernel")):
     module = load_again()
     for name in order:

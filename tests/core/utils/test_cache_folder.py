@@ -13,9 +13,8 @@ from pelton.utils.cache_folder import user_cache
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make():
     """`cache_folder` without what earlier calls found."""
-    monkeypatch.setattr(logging.getLogger("pelton"), "propagate", True)
     return cache_folder.cache_folder.__wrapped__
 
 

@@ -173,12 +173,14 @@ def work():
     torch.set_num_threads(2)
     cores = host.core_cpus()[:2]
     before = threads._threads()
-    assert threads.bind_team(2, cores)
-    (started,) = threads._threads() - before
+    bound = threads.bind_team(2, cores)
+    names = {thread: open(f"/proc/self/task/{thread}/comm").read() for thread in threads._threads() - before}
+    assert bound and len(names) == 1, (bound, names)
+    (started,) = names
     print(os.sched_getaffinity(started) == {cores[1]}, len(os.sched_getaffinity(0)) > 1)
 worker = threading.Thread(target=work)
 worker.start(), worker.join()
 """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=clean, check=True)
-    assert found.stdout.split() == ["True", "True"]
+    assert found.stdout.split() == ["True", "True"], found.stderr

@@ -67,16 +67,11 @@ def test_kernels_are_loaded_one_at_a_time():
 
 
 def test_what_a_step_compiles_is_said(caplog):
-    logger = logging.getLogger("pelton")
-    before, logger.propagate = logger.propagate, True
-    try:
-        with caplog.at_level(logging.INFO, logger="pelton"):
-            for cache_hit in (True, False):
-                compiler._tell(
-                    src=SimpleNamespace(name="some_kernel"), times=SimpleNamespace(total=1_234_000), cache_hit=cache_hit
-                )
-    finally:
-        logger.propagate = before
+    caplog.set_level(logging.INFO, logger="pelton")
+    for cache_hit in (True, False):
+        compiler._tell(
+            src=SimpleNamespace(name="some_kernel"), times=SimpleNamespace(total=1_234_000), cache_hit=cache_hit
+        )
     assert [record.message for record in caplog.records if "compiled" in record.message] == [
         "compiled some_kernel: 1.2 s"
     ]

@@ -394,7 +394,6 @@ class Clock:
 def line(caplog):
     clock = Clock()
     caplog.set_level(logging.DEBUG, logger="pelton.stats")
-    logging.getLogger("pelton").propagate = True
     logger = LogLineLogger(EngineConfig(), 0, clock=clock)
 
     def step(seconds=5.0):
