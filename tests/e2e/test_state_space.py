@@ -1,4 +1,4 @@
-"""Models with states (Mamba-2): greedy ids equal transformers' float32 ids, whatever happens to the batch."""
+"""Models with states: greedy ids equal transformers' float32 ids, whatever happens to the batch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,54 @@ from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
 NUM_TOKENS = 12
 LENGTHS = (1, 2, 5, 16, 33, 70, 130)
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bamba": ("Bamba", {
-        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "attn_layer_indices": [1, 3],
-    }),
-    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "tie_word_embeddings": False}),
+DELTA_NET = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 16,
 }  # fmt: skip
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 32}
+MIXED = ["linear_attention", "full_attention"] * 2
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    # family: (beginning of transformers' classes, fields)
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
+    "mamba2": ("Mamba2", {
+        "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "tie_word_embeddings": False, "chunk_size": 32,
+    }),
+    "qwen3_next": ("Qwen3Next", {**DELTA_NET, **EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5", {**DELTA_NET, "layer_types": MIXED}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA_NET, **EXPERTS}),
+    "granitemoehybrid": ("GraniteMoeHybrid", {
+        **MAMBA, "layer_types": MIXED, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3,
+    }),
+    "granite-dense": ("GraniteMoeHybrid", {
+        **MAMBA, "layer_types": MIXED, "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope",
+    }),
+    "falcon_h1": ("FalconH1", {
+        **MAMBA, "mamba_d_ssm": 128, "key_multiplier": 0.7, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8,
+        "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.9, "ssm_multipliers": [1.2, 0.9, 0.8, 1.1, 0.7],
+        "mlp_multipliers": [0.9, 1.1], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
+    }),
+    "falcon_h1-norm": ("FalconH1", {**MAMBA, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+}  # fmt: skip
+BLOCKS = {"qwen3_next": 23, "qwen3_5": 17, "qwen3_5_moe": 23}
+"""With which three prompts of 64 tokens fit, and hardly more; others: 8."""
+WITHOUT_ATTENTION = ("mamba2",)
 
 
 def checkpoint(folder: Path, family: str) -> str:
     import transformers
 
     name, fields = FAMILIES[family]
-    classes = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    config = next(found for kind in ("TextConfig", "Config") if (found := getattr(transformers, name + kind, None)))
     made = make_tiny_checkpoint(
-        folder / family, config_class=classes[0], model_class=classes[1], with_tokenizer=False, **fields
-    )
+        folder / family, config_class=config, model_class=getattr(transformers, f"{name}ForCausalLM"), with_tokenizer=False,
+        **fields,
+    )  # fmt: skip
     return str(made)
 
 
@@ -69,24 +101,19 @@ def test_batched_and_again(reference: Reference) -> None:
         assert llm.kv_cache_usage() == 0.0
 
 
-def test_alone(reference: Reference) -> None:
-    with make_llm(reference.path, max_num_seqs=1, async_scheduling=False) as llm:
-        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
-
-
-def test_in_chunks(reference: Reference) -> None:
-    with make_llm(reference.path, max_num_batched_tokens=16) as llm:
+def test_alone_in_chunks(reference: Reference) -> None:
+    with make_llm(reference.path, max_num_seqs=1, max_num_batched_tokens=16, async_scheduling=False) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
 
 
 def test_preempted(reference: Reference) -> None:
     """Requests that give up their blocks compute their states again. A state alone never wants another block."""
-    prompts = make_prompts(VOCAB_SIZE, (60, 61, 62))  # all of them want a second block of 64 tokens soon
+    prompts = make_prompts(VOCAB_SIZE, (60, 61, 62))  # all of them want another block of attention's tokens soon
     expected, _ = continuations(reference.path, prompts)
-    tight = {"num_gpu_blocks_override": 8, "max_model_len": 128, "max_num_batched_tokens": 24, "max_num_seqs": 3}
-    with make_llm(reference.path, **tight) as llm:
+    tight = {"max_model_len": 128, "max_num_batched_tokens": 24, "max_num_seqs": 3}
+    with make_llm(reference.path, num_gpu_blocks_override=BLOCKS.get(reference.family, 8), **tight) as llm:
         assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
-        assert (llm.num_preemptions() > 0) == (reference.family == "bamba")
+        assert (llm.num_preemptions() > 0) == (reference.family not in WITHOUT_ATTENTION)
 
 
 def test_samples_and_a_request_that_leaves(reference: Reference) -> None:

@@ -49,6 +49,13 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             doc="states of Mamba-2's layers, in torch",
         ),
         BackendEntry(
+            name="delta_rule",
+            load="pelton_backends.sdpa.delta_rule:DeltaRuleBackend",
+            priority=10,
+            device_types=("cpu",),
+            doc="states of layers with the gated delta rule, in torch",
+        ),
+        BackendEntry(
             name="sdpa_sparse",
             load="pelton_backends.sdpa.sparse:SDPASparseBackend",
             priority=10,

@@ -1,8 +1,8 @@
 """Selective state spaces in torch, for CPU: the layers of Mamba-2. Dao and Gu, Transformers are SSMs (arXiv:2405.21060).
 
 For head h with state S [P, N], token t of a row:  S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T  and  y_t = S_t C_t + D x_t. x, B and C come
-through a causal convolution over the row's own last tokens. Rows of one token take one step, all together; others go in chunks, within
-which tokens meet each other as in attention (section 6 of the paper). States are float32.
+through a causal convolution over the row's own last tokens. Rows go in chunks, within which tokens meet each other as in attention
+(section 6 of the paper). States are float32.
 
 Shapes: T tokens of a step, H heads, P numbers of a head, N of a state, G groups of heads with the same B and C, E = H P, K taps.
 """
@@ -10,19 +10,16 @@ Shapes: T tokens of a step, H heads, P numbers of a head, N of a state, G groups
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention, GraphSupport
-from pelton_backends.sdpa.backend import DTYPES
+from pelton.attention.interface import AttentionNeeds, BoundAttention
+from pelton_backends.sdpa.state_rows import Row, StateMetadata, StateRows, convolve
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 
 STATE = "state"
 """The `attention_type` of such a layer's needs."""
@@ -47,60 +44,6 @@ class StateParams(Protocol):
     states: Tensor  # [num_blocks, H, P, N] float32
 
 
-@dataclass(slots=True)
-class Row:
-    """A row of several tokens, or one that begins: its tokens in the step, and the block of its state."""
-
-    tokens: slice
-    block: int
-    is_new: bool
-
-
-@dataclass(slots=True)
-class StateMetadata:
-    """Rows of a step. Those of one token that have a state already are computed together."""
-
-    rows: list[Row]
-    tokens: Tensor  # of the others, [n] int64
-    blocks: Tensor  # and the blocks of their states, [n] int64
-
-
-class StateSpaceBackend(AttentionBackend):
-    """Handles float32, bfloat16 and float16."""
-
-    name: ClassVar[str] = "state_space"
-    handles: ClassVar[frozenset[str]] = frozenset({"attention_type"})
-    graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
-
-    @classmethod
-    def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
-        reasons = []
-        if needs.attention_type != STATE:
-            reasons.append(f"attention type {needs.attention_type}, only {STATE}")
-        if needs.dtype not in DTYPES:
-            reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        return reasons
-
-    @classmethod
-    def builder_needs(cls, needs: AttentionNeeds) -> object:
-        return None
-
-    def build(self, common: CommonMetadata, key: BatchDescriptor | None = None) -> StateMetadata:
-        starts = common.query_start_loc[: common.num_reqs + 1].tolist()
-        lengths, blocks = common.seq_lens[: common.num_reqs].tolist(), common.block_table[: common.num_reqs, 0].tolist()
-        rows, single = [], []
-        for start, stop, length, block in zip(starts, starts[1:], lengths, blocks, strict=False):
-            if stop - start == 1 and length > 1:
-                single.append((start, block))
-            elif stop > start:
-                rows.append(Row(slice(start, stop), block, length == stop - start))
-        found = torch.tensor(single, dtype=torch.int64).view(-1, 2)
-        return StateMetadata(rows, found[:, 0], found[:, 1])
-
-    def bind(self, layer: Any) -> BoundAttention:
-        return StateSpace(layer)
-
-
 class StateSpace(BoundAttention):
     """A layer's convolution and states."""
 
@@ -110,17 +53,15 @@ class StateSpace(BoundAttention):
         """query [T, E + E + 2 G N + H] -> output [T, E], not yet gated"""
         layer = self.layer
         inner, width = layer.num_heads * layer.head_dim, layer.conv_weight.shape[0]
-        _, convolved, steps = query.split([inner, width, layer.num_heads], dim=-1)
-        if len(metadata.tokens):
-            output[metadata.tokens] = self._step(
-                convolved[metadata.tokens], self._dt(steps[metadata.tokens]), metadata.blocks
-            )
+        _, mixed, steps = query.split([inner, width, layer.num_heads], dim=-1)
+        parts = self._parts(convolve(layer, mixed, metadata))
+        dt = F.softplus(steps.float() + layer.dt_bias).clamp(*layer.dt_limit)
+        if len(tokens := metadata.tokens):
+            x, b, c = (part[tokens] for part in parts)
+            output[tokens] = self._step(x, dt[tokens], b, c, metadata.blocks).to(output.dtype)
         for row in metadata.rows:
-            output[row.tokens] = self._row(convolved[row.tokens], self._dt(steps[row.tokens]), row)
-
-    def _dt(self, steps: Tensor) -> Tensor:
-        low, high = self.layer.dt_limit
-        return F.softplus(steps.float() + self.layer.dt_bias).clamp(low, high)
+            x, b, c = (part[row.tokens] for part in parts)
+            output[row.tokens] = self._row(x, dt[row.tokens], b, c, row).to(output.dtype)
 
     def _parts(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [n, H, P], B and C [n, H, N] float32 of what came through the convolution."""
@@ -131,35 +72,29 @@ class StateSpace(BoundAttention):
         b, c = (part.view(count, layer.num_groups, -1).repeat_interleave(repeats, dim=1) for part in (b, c))
         return x.view(count, layer.num_heads, layer.head_dim), b, c
 
-    def _step(self, convolved: Tensor, dt: Tensor, blocks: Tensor) -> Tensor:
-        """One token of each row: [n, E + 2 G N], [n, H] -> [n, E]"""
+    def _step(self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, blocks: Tensor) -> Tensor:
+        """One token of each row: x [n, H, P], dt [n, H], b and c [n, H, N] -> [n, E]"""
         layer = self.layer
-        seen = torch.cat([layer.conv_states[blocks], convolved[..., None]], dim=-1)
-        layer.conv_states[blocks] = seen[..., 1:]
-        mixed = (seen * layer.conv_weight).sum(dim=-1)
-        x, b, c = self._parts(mixed if layer.conv_bias is None else mixed + layer.conv_bias)
         decay = torch.exp(-dt * layer.a_log.exp())[..., None, None]
         states = layer.states[blocks] * decay + (dt[..., None] * x)[..., None] * b[:, :, None]
         layer.states[blocks] = states
-        y = (states @ c[..., None])[..., 0] + layer.d[:, None] * x
-        return y.flatten(1).to(convolved.dtype)
+        return ((states @ c[..., None])[..., 0] + layer.d[:, None] * x).flatten(1)
 
-    def _row(self, convolved: Tensor, dt: Tensor, row: Row) -> Tensor:
-        """All tokens of a row: [L, E + 2 G N], [L, H] -> [L, E]"""
-        layer = self.layer
-        before, state = layer.conv_states[row.block], layer.states[row.block]
-        if row.is_new:  # whatever the block's last request left there
-            before, state = torch.zeros_like(before), torch.zeros_like(state)
-        seen = torch.cat([before, convolved.t()], dim=1)
-        mixed = F.conv1d(seen[None], layer.conv_weight[:, None], layer.conv_bias, groups=len(seen))[0].t()
-        layer.conv_states[row.block] = seen[:, seen.shape[1] - before.shape[1] :]
-        x, b, c = self._parts(mixed)
-        parts = []
+    def _row(self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, row: Row) -> Tensor:
+        """All tokens of a row: the same with L tokens -> [L, E]"""
+        layer, parts = self.layer, []
+        state = row.before(layer.states)
         for chunk in _chunks(len(x)):
             y, state = _scan(x[chunk], dt[chunk], b[chunk], c[chunk], layer.a_log, state)
             parts.append(y)
         layer.states[row.block] = state
-        return (torch.cat(parts) + layer.d[:, None] * x).flatten(1).to(convolved.dtype)
+        return (torch.cat(parts) + layer.d[:, None] * x).flatten(1)
+
+
+class StateSpaceBackend(StateRows):
+    name: ClassVar[str] = "state_space"
+    attention_type: ClassVar[str] = STATE
+    computes: ClassVar[type[BoundAttention]] = StateSpace
 
 
 def _chunks(length: int) -> Sequence[slice]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pelton.errors import ConfigError
-from pelton.layers.linear import ACTIVATION_NAMES, LinearModule, RowParallelLinear
+from pelton.layers.linear import ACTIVATION_NAMES, LinearModule, RowParallelLinear, merged_shards
 from pelton.layers.norm import RMSNorm
 from pelton.logging import get_logger
 from pelton.ops.interface import (
@@ -52,20 +52,27 @@ class GatedMLP(LinearModule):
     """gate, up and down of an MLP whose input is normed already: experts that every token takes."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, activation: str, config: BuildConfig, prefix: str
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        config: BuildConfig,
+        prefix: str,
+        merged: str | None = None,
+        down: str = "down_proj",
     ) -> None:
+        """merged: the checkpoint's tensor with gate and up, where it is one; down: the name of the last product."""
         width = config.parallel.share(intermediate_size, f"intermediate size of {prefix}")
         rows = (config.parallel.rank * width, (config.parallel.rank + 1) * width)
-        shards = [
-            LinearShard(f"{prefix}.{name}", intermediate_size, hidden_size, rows, (0, hidden_size))
-            for name in ("gate_proj", "up_proj")
-        ]
+        parts = [(name, intermediate_size, rows) for name in ("gate_proj", "up_proj")]
+        shards = merged_shards(prefix, merged, parts, hidden_size)
         weights = config.quantization.create(config, shards, bias=False)
         super().__init__(weights)
         self._bind_bare(config, shards, weights)
         gated = GatedNeeds(dtype=config.dtype_name, size=width, activation=_activation(activation))
         self.gated: Gated = config.ops.bind("gated", gated, GatedTensors(config.device))
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, config=config, prefix=f"{prefix}.down_proj")
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, config=config, prefix=f"{prefix}.{down}")
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H], partial over ranks."""

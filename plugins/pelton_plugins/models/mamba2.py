@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from pelton.attention.metadata import ForwardBatch
-from pelton.layers.decoder import Decoder
-from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.norm import RMSNorm
 from pelton.model.build import BuildConfig
+from pelton_plugins.models.hybrid import HybridDecoder
 from pelton_plugins.models.state_space import Mamba2Mixer, dt_limit
 
 
-class Mamba2Block(nn.Module):
-    def __init__(self, *, config: BuildConfig, prefix: str) -> None:
-        super().__init__()
+class BackboneDecoder(HybridDecoder):
+    """The names that Mamba's checkpoints have."""
+
+    embedding_name = "backbone.embeddings"
+    layers_name = "backbone.layers"
+    norm_name = "backbone.norm_f"
+
+    def make_norm(self, config: BuildConfig, prefix: str) -> RMSNorm:
+        return RMSNorm(config.hf.hidden_size, eps=eps_of(config), config=config, prefix=prefix)
+
+
+class Mamba2ForCausalLM(BackboneDecoder):
+    def make_layer(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
         hf = config.hf
-        eps = hf.get("layer_norm_epsilon", 1e-5)
-        self.norm = RMSNorm(hf.hidden_size, eps=eps, config=config, prefix=f"{prefix}.norm")
-        self.mixer = Mamba2Mixer(
+        return Mamba2Mixer(
             num_heads=hf.num_heads, head_dim=hf.head_dim, state_size=hf.state_size, num_groups=hf.n_groups,
-            conv_kernel=hf.conv_kernel, norm=self.norm, has_conv_bias=bool(hf.get("use_conv_bias", True)),
-            has_bias=bool(hf.get("use_bias")), dt_limit=dt_limit(config), eps=eps, config=config,
-            prefix=f"{prefix}.mixer",
+            conv_kernel=hf.conv_kernel, norm=self.make_norm(config, f"{prefix}.norm"),
+            has_conv_bias=bool(hf.get("use_conv_bias", True)), has_bias=bool(hf.get("use_bias")),
+            dt_limit=dt_limit(config), eps=eps_of(config), config=config, prefix=f"{prefix}.mixer",
         )  # fmt: skip
 
-    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        return self.mixer(hidden, residual, batch)
 
-
-class Mamba2ForCausalLM(Decoder):
-    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        super().__init__(config=config)
-        hf, backbone = config.hf, f"{prefix}backbone"
-        self.embed_tokens = VocabEmbedding(
-            hf.vocab_size, hf.hidden_size, config=config, prefix=f"{backbone}.embeddings"
-        )
-        self.layers = nn.ModuleList(
-            Mamba2Block(config=config, prefix=f"{backbone}.layers.{index}") for index in range(hf.num_hidden_layers)
-        )
-        eps = hf.get("layer_norm_epsilon", 1e-5)
-        self.norm = RMSNorm(hf.hidden_size, eps=eps, config=config, prefix=f"{backbone}.norm_f")
-        self.lm_head = LMHead(
-            norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")), config=config,
-            prefix=f"{prefix}lm_head",
-        )  # fmt: skip
+def eps_of(config: BuildConfig) -> float:
+    return float(config.hf.get("layer_norm_epsilon", 1e-5))

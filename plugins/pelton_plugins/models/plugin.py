@@ -51,6 +51,16 @@ def pelton_models() -> Sequence[ModelEntry]:
         *(_text_part(*one) for one in _TEXT_PARTS),
         _entry("mamba2", "Mamba2ForCausalLM", "Mamba-2: layers with a state, and no attention; on CPUs"),
         _entry("bamba", "BambaForCausalLM", "Bamba: layers with a state (Mamba-2), and some with attention; on CPUs"),
+        *_QWEN_HYBRIDS,
+        ModelEntry(
+            name="granitemoehybrid",
+            load="pelton_plugins.models.granite_hybrid:GraniteMoeHybridForCausalLM",
+            architectures=("GraniteMoeHybridForCausalLM",),
+            doc="Granite 4: layers with a state (Mamba-2), some with attention, experts or an MLP; on CPUs",
+        ),
+        _entry(
+            "falcon_h1", "FalconH1ForCausalLM", "Falcon-H1: Mamba-2 and attention side by side in each layer; on CPUs"
+        ),
         ModelEntry(
             name="gpt_oss",
             load="pelton_plugins.models.gpt_oss:GptOssForCausalLM",
@@ -102,6 +112,21 @@ def _text_part(name: str, family: str, known_as: str, defaults: tuple[tuple[str,
     )  # fmt: skip
 
 
+_QWEN_HYBRIDS = [
+    ModelEntry(
+        name=name, load=f"pelton_plugins.models.{load}", architectures=architectures,
+        config_defaults=(("partial_rotary_factor", 0.25), ("head_dim", 256)), doc=doc,
+    )
+    for name, load, architectures, doc in (
+        ("qwen3_next", "qwen3_next:Qwen3NextForCausalLM", ("Qwen3NextForCausalLM",),
+         "Qwen3-Next: gated delta rule, gated attention, experts; on CPUs"),
+        ("qwen3_5", "qwen3_next:Qwen3_5ForCausalLM", ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+         "Qwen3.5, text, dense or with experts: Qwen3-Next's layers; on CPUs"),
+        ("qwen3_5-text", "text_parts:Qwen3_5ForConditionalGeneration",
+         ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+         "Qwen3.5 as it is released, with a part for images, of which the text is read; on CPUs"),
+    )
+]  # fmt: skip
 _HEADS = {
     "Model": "vectors",
     "ForMaskedLM": "vectors, of a checkpoint with its pre-training head",

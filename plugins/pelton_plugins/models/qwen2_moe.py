@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pelton.layers.norm import RMSNorm
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.experts import GatedMLP, SparseMoe
@@ -20,20 +21,21 @@ class QwenMoeDecoderLayer(MoeDecoderLayer):
         return not is_dense and num_experts(hf) > 0 and (index + 1) % hf.get("decoder_sparse_step", 1) == 0
 
     def make_experts(self, config: BuildConfig, prefix: str) -> SparseMoe:
-        hf, activation = config.hf, config.hf.get("hidden_act", "silu")
-        shared = None
-        if width := hf.get("shared_expert_intermediate_size"):
-            shared = GatedMLP(
-                hf.hidden_size, width, activation=activation, config=config, prefix=f"{prefix}.shared_expert"
-            )
-        routing = RoutingSpec(
-            num_experts=num_experts(hf), top_k=hf.num_experts_per_tok, is_renormalized=bool(hf.get("norm_topk_prob"))
-        )
-        return SparseMoe(
-            hf.hidden_size, hf.moe_intermediate_size, routing=routing, activation=activation,
-            norm=self.post_attention_layernorm, config=config, prefix=prefix, shared=shared,
-            shared_gate="shared_expert_gate" if shared is not None else None,
-        )  # fmt: skip
+        is_renormalized = bool(config.hf.get("norm_topk_prob"))
+        return qwen_experts(self.post_attention_layernorm, config, prefix, is_renormalized=is_renormalized)
+
+
+def qwen_experts(norm: RMSNorm, config: BuildConfig, prefix: str, *, is_renormalized: bool) -> SparseMoe:
+    """Experts by softmax scores, and where the model has one, an expert that every token takes by a gate."""
+    hf, activation = config.hf, config.hf.get("hidden_act", "silu")
+    shared = None
+    if width := hf.get("shared_expert_intermediate_size"):
+        shared = GatedMLP(hf.hidden_size, width, activation=activation, config=config, prefix=f"{prefix}.shared_expert")
+    routing = RoutingSpec(num_experts=num_experts(hf), top_k=hf.num_experts_per_tok, is_renormalized=is_renormalized)
+    return SparseMoe(
+        hf.hidden_size, hf.moe_intermediate_size, routing=routing, activation=activation, norm=norm, config=config,
+        prefix=prefix, shared=shared, shared_gate="shared_expert_gate" if shared is not None else None,
+    )  # fmt: skip
 
 
 class Qwen2MoeDecoderLayer(QwenMoeDecoderLayer):

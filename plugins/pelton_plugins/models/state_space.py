@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from pelton.attention.cache_layer import register
-from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
-from pelton.errors import ConfigError
-from pelton.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, MambaSpec
 from pelton.layers.linear import ShardLinear
 from pelton.layers.norm import RMSNorm
-from pelton_plugins.models.normed import NormedLinear, whole_shard
+from pelton_plugins.models.normed import BareLinear, NormedLinear, whole_shard
+from pelton_plugins.models.state_layer import StateLayer, check_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,17 +19,13 @@ if TYPE_CHECKING:
     from pelton.model.build import BuildConfig
 
 
-class Mamba2Mixer(nn.Module):
-    """A `CacheLayer` with states. Product, convolution, states, gated norm, product: T tokens, E = num_heads * head_dim.
+class Mamba2Mixer(StateLayer):
+    """Product, convolution, states, gated norm, product: T tokens, E = num_heads * head_dim.
 
-    Its backend's call takes the product's rows [T, ...] and fills [T, E]; it heeds which rows begin (`StateParams` in
-    `pelton_backends.sdpa.state_space` is all that it reads here).
+    `StateParams` in `pelton_backends.sdpa.state_space` is all that a backend reads here.
     """
 
-    conv_states: Tensor
-    states: Tensor
-    backend: AttentionBackend
-    attend: BoundAttention
+    attention_type: ClassVar[str] = "state"
 
     def __init__(
         self,
@@ -44,96 +35,66 @@ class Mamba2Mixer(nn.Module):
         state_size: int,
         num_groups: int,
         conv_kernel: int,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         has_conv_bias: bool,
         has_bias: bool,
         dt_limit: tuple[float, float],
         config: BuildConfig,
         prefix: str,
         eps: float | None = None,
+        has_gated_norm: bool = True,
+        has_output_bias: bool | None = None,
     ) -> None:
-        """norm: of the sub-layer's input, which the first product reads. eps: of the gated norm; config.json's `rms_norm_eps` when None."""
-        super().__init__()
-        _check(config, num_heads, num_groups)
-        self.layer_name = prefix
-        self.shares: str | None = None
+        """norm: of the sub-layer's input, which the first product reads; None where it is normed already (`mixed`). eps: of the gated
+        norm; config.json's `rms_norm_eps` when None. has_bias: of both products, where `has_output_bias` does not say it of the last."""
+        super().__init__(config=config, prefix=prefix)
+        check_groups(num_heads, num_groups)
+        self.input_norm = norm
         self.num_heads, self.head_dim, self.state_size, self.num_groups = num_heads, head_dim, state_size, num_groups
         self.dt_limit = dt_limit
         self.inner = num_heads * head_dim
         width, hidden_size = self.inner + 2 * num_groups * state_size, config.hf.hidden_size
-        self.in_proj = NormedLinear(
-            [whole_shard(f"{prefix}.in_proj", self.inner + width + num_heads, hidden_size)], norm=norm, bias=has_bias,
-            config=config,
-        )  # fmt: skip
-
-        def parameter(name: str, *shape: int, kept: tuple[int, ...], dtype: torch.dtype | None = None) -> nn.Parameter:
-            made = nn.Parameter(config.empty(*shape, dtype=dtype), requires_grad=False)
-            config.weights.expect(f"{prefix}.{name}", kept, made.view(kept))
-            return made
-
-        self.conv_weight = parameter("conv1d.weight", width, conv_kernel, kept=(width, 1, conv_kernel))
-        self.conv_bias = parameter("conv1d.bias", width, kept=(width,)) if has_conv_bias else None
-        own, numbers = (num_heads,), torch.float32
-        self.dt_bias = parameter("dt_bias", *own, kept=own, dtype=numbers)
-        self.a_log = parameter("A_log", *own, kept=own, dtype=numbers)
-        self.d = parameter("D", *own, kept=own, dtype=numbers)
-        self.norm = RMSNorm(self.inner, eps=eps, config=config, prefix=f"{prefix}.norm")
+        shards = [whole_shard(f"{prefix}.in_proj", self.inner + width + num_heads, hidden_size)]
+        if norm is None:
+            self.in_proj: Any = BareLinear(shards, bias=has_bias, config=config)
+        else:
+            self.in_proj = NormedLinear(shards, norm=norm, bias=has_bias, config=config)
+        self.make_convolution(width, conv_kernel, has_bias=has_conv_bias)
+        self.dt_bias = self.parameter("dt_bias", num_heads, dtype=torch.float32)
+        self.a_log = self.parameter("A_log", num_heads, dtype=torch.float32)
+        self.d = self.parameter("D", num_heads, dtype=torch.float32)
+        self.norm = RMSNorm(self.inner, eps=eps, config=config, prefix=f"{prefix}.norm") if has_gated_norm else None
         self.out_proj = ShardLinear(
-            whole_shard(f"{prefix}.out_proj", hidden_size, self.inner), bias=has_bias, config=config
-        )
-        self._states = (
-            ((width, conv_kernel - 1), config.dtype_name), ((num_heads, head_dim, state_size), "float32"),
+            whole_shard(f"{prefix}.out_proj", hidden_size, self.inner), config=config,
+            bias=has_bias if has_output_bias is None else has_output_bias,
         )  # fmt: skip
-        self._block_size = config.max_model_len
-        self.needs = AttentionNeeds(
-            head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_groups, block_size=config.block_size,
-            dtype=config.dtype_name, attention_type="state",
+        self.keep(
+            self.conv_state(), ((num_heads, head_dim, state_size), "float32"), num_heads=num_heads, num_groups=num_groups,
+            head_dim=head_dim,
         )  # fmt: skip
-        self.selection = config.attention.select(self.needs)
-        register(self, config)
-
-    def cache_spec(self) -> KVCacheSpec:
-        """One page for a request, however long it is."""
-        size = sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in self._states)
-        return MambaSpec(block_size=self._block_size, state_bytes=size, states=self._states)
-
-    def bind_cache(self, views: tuple[Tensor, ...], metadata_index: int, backend: AttentionBackend) -> None:
-        self.conv_states, self.states = views
-        self.metadata_index, self.backend = metadata_index, backend
-        self.attend = backend.bind(self)
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """(bare output, residual), each [T, H]"""
         product, residual = self.in_proj(hidden, residual)
-        mixed = product.new_zeros(len(product), self.inner)
-        if batch.cut is not None:
-            batch.cut(self, product, mixed)
-        elif batch.attention:  # without: the pass that measures memory, before there are states
-            self.attend(product, batch.attention[self.metadata_index], mixed)
-        return self.out_proj(self._gated_norm(mixed, product[:, : self.inner])), residual
+        return self.mixed(product, batch), residual
 
-    def _gated_norm(self, mixed: Tensor, gate: Tensor) -> Tensor:
+    def mixed(self, product: Tensor, batch: ForwardBatch) -> Tensor:
+        """[T, rows of `in_proj`] -> [T, H]"""
+        mixed = self.mix(product, self.inner, batch)
+        return self.out_proj(self.gated(mixed, product[:, : self.inner]))
+
+    def gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """Norm of mixed * silu(gate), for each group of heads by itself."""
-        gated = (mixed.float() * F.silu(gate.float())).view(len(mixed), self.num_groups, -1)
-        scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.norm.spec.eps)
-        return self.norm.weight * (gated * scale).view(len(mixed), -1).to(mixed.dtype)
+        gated = mixed.float() * F.silu(gate.float())
+        if self.norm is None:
+            return gated.to(mixed.dtype)
+        gated = self.group_norm(gated, self.norm.spec.eps)
+        return self.norm.weight * gated.to(mixed.dtype)
 
-
-def _check(config: BuildConfig, num_heads: int, num_groups: int) -> None:
-    """Refuse what states do not go with."""
-    if num_heads % num_groups:
-        raise ConfigError(
-            f"config.json has {num_heads} heads in {num_groups} groups, which do not divide them. Fix it."
-        )
-    if config.parallel.size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.parallel.size}, and layers with states run on one rank. Set it to 1."
-        )
-    settings = config.engine_config
-    if settings is not None and settings.speculative.method is not None:
-        raise ConfigError(
-            "speculative_config is set, and a state cannot leave a rejected draft out again. Leave it out for this model."
-        )
+    def group_norm(self, x: Tensor, eps: float) -> Tensor:
+        """x / rms(x) of each group's numbers, [T, E] float32, without a weight."""
+        grouped = x.view(len(x), self.num_groups, -1)
+        return (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).view(len(x), -1)
 
 
 def dt_limit(config: BuildConfig) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from pelton_plugins.models.gemma4 import Gemma4ForCausalLM
 from pelton_plugins.models.mistral import MistralForCausalLM
 from pelton_plugins.models.qwen2 import Qwen2ForCausalLM
 from pelton_plugins.models.qwen3 import Qwen3ForCausalLM
+from pelton_plugins.models.qwen3_next import Qwen3_5ForCausalLM
 
 TEXT = "language_model."
 
@@ -96,6 +97,18 @@ class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
         check_text(config, "qwen3_vl_text")
         super().__init__(config=config, prefix=prefix)
         ignore_other_parts(config, rf"{prefix}(model\.)?")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_without_part(weights))
+
+
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
+    """Qwen3.5 as it is released, dense or with experts."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "qwen3_5_text", "qwen3_5_moe_text")
+        super().__init__(config=config, prefix=prefix)
+        ignore_other_parts(config, f"{prefix}model.")
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(_without_part(weights))

@@ -1,0 +1,122 @@
+"""The gated delta rule in torch, for CPU: linear attention of Qwen3-Next and Qwen3.5. Yang et al., Gated Delta Networks (arXiv:2412.06464).
+
+For head h with state S [D, P], token t of a row, key k and query q of length 1:
+
+    S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T    and    o_t = S_t^T q_t / sqrt(D)
+
+with the decay a_t = exp(-exp(A) softplus(. + dt_bias)) and b_t = sigmoid(.). Within a chunk the values that tokens write depend on each
+other by a triangular system, which is solved for all chunks of a row at once (section 3.2 of the paper); states pass from chunk to
+chunk. States are float32.
+
+Shapes: T tokens of a step, G heads of keys and queries, each for H / G heads of values, D numbers of a key, P of a value, E = H P, K taps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from pelton.attention.interface import AttentionNeeds, BoundAttention
+from pelton_backends.sdpa.state_rows import StateMetadata, StateRows, convolve
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK = 64
+_EPS = 1e-6  # of the length of keys and queries
+
+
+class DeltaParams(Protocol):
+    """Facts of a layer of this kind. Its query is [T, 2 G D + E + H + H + ...]: q, k and v, what makes b, what makes a, and more that is
+    not read; its output [T, E]."""
+
+    needs: AttentionNeeds
+    num_heads: int  # H
+    head_dim: int  # P
+    num_groups: int  # G
+    state_size: int  # D
+    max_beta: float  # b is sigmoid(.) times it
+    conv_weight: Tensor  # [2 G D + E, K]
+    conv_bias: Tensor | None
+    dt_bias: Tensor  # [H] float32, as the next
+    a_log: Tensor
+    conv_states: Tensor  # [num_blocks, 2 G D + E, K - 1], a view of the pool
+    states: Tensor  # [num_blocks, H, D, P] float32
+
+
+class DeltaRule(BoundAttention):
+    """A layer's convolution and states."""
+
+    layer: DeltaParams
+
+    def __call__(self, query: Tensor, metadata: StateMetadata, output: Tensor) -> None:
+        """query [T, 2 G D + E + 2 H + ...] -> output [T, E]"""
+        layer, count = self.layer, len(query)
+        keys, inner, heads = layer.num_groups * layer.state_size, layer.num_heads * layer.head_dim, layer.num_heads
+        mixed, b, a = query[:, : 2 * (keys + heads) + inner].split([2 * keys + inner, heads, heads], dim=-1)
+        q, k, v = F.silu(convolve(layer, mixed, metadata)).float().split([keys, keys, inner], dim=-1)
+        q, k = (_unit(part.view(count, layer.num_groups, -1)) for part in (q, k))
+        q, k = (part.repeat_interleave(heads // layer.num_groups, dim=1) for part in (q, k))
+        beta = layer.max_beta * torch.sigmoid(b.float())
+        decay = -layer.a_log.exp() * F.softplus(a.float() + layer.dt_bias)  # its logarithm
+        parts = q * layer.state_size**-0.5, k, v.view(count, heads, -1), decay, beta
+        if len(tokens := metadata.tokens):
+            found, states = step(*(part[tokens] for part in parts), layer.states[metadata.blocks])
+            layer.states[metadata.blocks] = states
+            output[tokens] = found.flatten(1).to(output.dtype)
+        for row in metadata.rows:
+            found, state = scan(*(part[row.tokens] for part in parts), row.before(layer.states))
+            layer.states[row.block] = state
+            output[row.tokens] = found.flatten(1).to(output.dtype)
+
+
+class DeltaRuleBackend(StateRows):
+    name: ClassVar[str] = "delta_rule"
+    attention_type: ClassVar[str] = "delta_rule"
+    computes: ClassVar[type[BoundAttention]] = DeltaRule
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each row: q and k [n, H, D], v [n, H, P], decay and beta [n, H], states [n, H, D, P] -> o [n, H, P], states behind."""
+    states = states * decay.exp()[..., None, None]
+    known = (k[:, :, None] @ states)[:, :, 0]
+    states = states + k[..., None] * (beta[..., None] * (v - known))[:, :, None]
+    return (q[:, :, None] @ states)[:, :, 0], states
+
+
+def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """All tokens of a row: the same with L tokens for n rows, state [H, D, P] -> o [L, H, P], state behind them."""
+    length = len(q)
+    q, k, v, decay, beta = (_chunked(part) for part in (q, k, v, decay, beta))
+    passed = decay.cumsum(-1)  # [H, C, Q], logarithms of the decay within a chunk, up to and with a token
+    is_before = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    between = (passed[..., :, None] - passed[..., None, :]).masked_fill(~is_before, -torch.inf).exp()
+    learned = beta[..., None] * k
+    system = learned @ k.transpose(-1, -2) * between  # below the diagonal; ones are on it
+    given = torch.cat([beta[..., None] * v, learned * passed.exp()[..., None]], dim=-1)
+    written, seen = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], dim=-1
+    )
+    inside = q @ k.transpose(-1, -2) * between
+    asked = q * passed.exp()[..., None]
+    left = (k * (passed[..., -1:] - passed).exp()[..., None]).transpose(-1, -2)
+    kept = passed[..., -1].exp()[..., None, None]
+    parts = []
+    for chunk in range(q.shape[1]):
+        new = written[:, chunk] - seen[:, chunk] @ state
+        parts.append(asked[:, chunk] @ state + inside[:, chunk] @ new)
+        state = kept[:, chunk] * state + left[:, chunk] @ new
+    return torch.cat(parts, dim=1)[:, :length].transpose(0, 1), state
+
+
+def _chunked(part: Tensor) -> Tensor:
+    """[L, H, ...] -> [H, C, Q, ...]; tokens of zeros behind the last, which change no state."""
+    chunk = min(CHUNK, len(part))
+    padded = F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % chunk))
+    return padded.transpose(0, 1).unflatten(1, (-1, chunk))

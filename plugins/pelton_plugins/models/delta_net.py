@@ -1,0 +1,73 @@
+"""A layer with the gated delta rule: linear attention whose state forgets, and replaces what it knows of a key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from pelton.layers.linear import ShardLinear
+from pelton.layers.norm import RMSNorm
+from pelton_plugins.models.normed import NormedLinear, shards_by_group, whole_shard
+from pelton_plugins.models.state_layer import StateLayer, check_groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import ForwardBatch
+    from pelton.model.build import BuildConfig
+    from pelton.quantization.interface import LinearShard
+
+
+class GatedDeltaNet(StateLayer):
+    """Product, convolution, delta rule, norm of each head and its gate, product: T tokens, E = num_heads * head_dim.
+
+    `DeltaParams` in `pelton_backends.sdpa.delta_rule` is all that a backend reads here.
+    """
+
+    attention_type: ClassVar[str] = "delta_rule"
+
+    def __init__(self, norm: RMSNorm, *, config: BuildConfig, prefix: str, max_beta: float = 1.0) -> None:
+        """norm: of the sub-layer's input, which the first product reads."""
+        super().__init__(config=config, prefix=prefix)
+        hf, self.input_norm, self.max_beta = config.hf, norm, max_beta
+        self.num_heads, self.head_dim = hf.linear_num_value_heads, hf.linear_value_head_dim
+        self.num_groups, self.state_size = hf.linear_num_key_heads, hf.linear_key_head_dim
+        check_groups(self.num_heads, self.num_groups)
+        self.inner, keys = self.num_heads * self.head_dim, self.num_groups * self.state_size
+        self.in_proj = NormedLinear(self.projections(prefix, hf.hidden_size), norm=norm, config=config)
+        self.make_convolution(2 * keys + self.inner, hf.linear_conv_kernel_dim, has_bias=False)
+        self.dt_bias = self.parameter("dt_bias", self.num_heads, dtype=torch.float32)
+        self.a_log = self.parameter("A_log", self.num_heads, dtype=torch.float32)
+        self.norm = RMSNorm(self.head_dim, config=config, prefix=f"{prefix}.norm")
+        self.out_proj = ShardLinear(whole_shard(f"{prefix}.out_proj", hf.hidden_size, self.inner), config=config)
+        self.keep(
+            self.conv_state(), ((self.num_heads, self.state_size, self.head_dim), "float32"), num_heads=self.num_heads,
+            num_groups=self.num_groups, head_dim=self.head_dim,
+        )  # fmt: skip
+
+    def projections(self, prefix: str, hidden_size: int) -> Sequence[LinearShard]:
+        """q, k and v, then rows that make b, those that make a, and the gate."""
+        keys = self.num_groups * self.state_size
+        rows = {"qkv": 2 * keys + self.inner, "b": self.num_heads, "a": self.num_heads, "z": self.inner}
+        return [whole_shard(f"{prefix}.in_proj_{name}", count, hidden_size) for name, count in rows.items()]
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        product, residual = self.in_proj(hidden, residual)
+        mixed = self.mix(product, self.inner, batch).unflatten(-1, (-1, self.head_dim))
+        gate = product[:, -self.inner :].unflatten(-1, (-1, self.head_dim))
+        gated = self.norm(mixed) * F.silu(gate.float())
+        return self.out_proj(gated.to(mixed.dtype).flatten(1)), residual
+
+
+class GroupedDeltaNet(GatedDeltaNet):
+    """The same in a checkpoint that has two matrices, in which the rows of each head of keys follow each other (Qwen3-Next)."""
+
+    def projections(self, prefix: str, hidden_size: int) -> Sequence[LinearShard]:
+        share = self.num_heads // self.num_groups
+        sizes = [self.state_size, self.state_size, share * self.head_dim, share * self.head_dim]
+        q, k, v, gate = shards_by_group(f"{prefix}.in_proj_qkvz", self.num_groups, sizes, hidden_size)
+        b, a = shards_by_group(f"{prefix}.in_proj_ba", self.num_groups, [share, share], hidden_size)
+        return [*q, *k, *v, *b, *a, *gate]

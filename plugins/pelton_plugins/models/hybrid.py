@@ -1,0 +1,143 @@
+"""Decoders whose layers are not all alike: parts that each read a norm, put together as a model's pattern says.
+
+A part is called as a layer is, `part(hidden, residual, batch)`, and returns its bare output and the residual (`pelton.layers.decoder`).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from pelton.attention.metadata import ForwardBatch
+from pelton.layers.attention import AttentionLayer
+from pelton.layers.decoder import Decoder
+from pelton.layers.embedding import LMHead, VocabEmbedding
+from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
+from pelton.layers.norm import RMSNorm
+from pelton.layers.rope import Rope
+from pelton.model.build import BuildConfig, HFConfig
+
+
+class Parts(nn.Module):
+    """A layer: its parts one after another. multiplier: of what each gives, before it is added to the residual."""
+
+    def __init__(self, *parts: nn.Module, multiplier: float = 1.0) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.multiplier = multiplier
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        for part in self.parts:
+            hidden, residual = part(hidden, residual, batch)
+            if self.multiplier != 1.0:
+                hidden = hidden * self.multiplier
+        return hidden, residual
+
+
+class Attention(nn.Module):
+    """Full attention over keys and values."""
+
+    def __init__(
+        self,
+        norm: RMSNorm,
+        *,
+        head_dim: int,
+        rope: Rope | None,
+        config: BuildConfig,
+        prefix: str,
+        bias: bool = False,
+        scale: float | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        output: str = "o_proj",
+    ) -> None:
+        """output: the checkpoint's name of the last product. scale: as in `AttentionLayer`."""
+        super().__init__()
+        self.input_norm, self.q_norm, self.k_norm = norm, q_norm, k_norm
+        size, num_heads = config.hf.hidden_size, config.hf.num_attention_heads
+        num_kv_heads = config.hf.get("num_key_value_heads", num_heads)
+        self.qkv_proj = QKVLinear(
+            size, num_heads, num_kv_heads, head_dim, norm=norm, bias=bias, config=config, prefix=prefix
+        )
+        self.attn = AttentionLayer(
+            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, rope=rope, scale=scale, q_norm=q_norm,
+            k_norm=k_norm, config=config, prefix=f"{prefix}.attn",
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            num_heads * head_dim, size, bias=bias, config=config, prefix=f"{prefix}.{output}"
+        )
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        qkv, residual = self.qkv_proj(hidden, residual)
+        return self.o_proj(self.attn(qkv, batch)), residual
+
+
+class MLP(nn.Module):
+    """A gated MLP."""
+
+    def __init__(
+        self,
+        norm: RMSNorm,
+        width: int,
+        *,
+        config: BuildConfig,
+        prefix: str,
+        bias: bool = False,
+        merged: str | None = None,
+        down: str = "down_proj",
+    ) -> None:
+        """merged: the checkpoint's tensor with gate and up, where it is one; down: the name of the last product."""
+        super().__init__()
+        hf, self.input_norm = config.hf, norm
+        self.gate_up_proj = MergedGateUp(
+            hf.hidden_size, width, activation=hf.get("hidden_act", "silu"), norm=norm, bias=bias, merged=merged,
+            config=config, prefix=prefix,
+        )  # fmt: skip
+        self.down_proj = RowParallelLinear(width, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.{down}")
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        activated, residual = self.gate_up_proj(hidden, residual)
+        return self.down_proj(activated), residual
+
+
+class HybridDecoder(Decoder):
+    """A subclass says what its layers are."""
+
+    embedding_name: ClassVar[str] = "model.embed_tokens"
+    layers_name: ClassVar[str] = "model.layers"
+    norm_name: ClassVar[str] = "model.norm"
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        super().__init__(config=config)
+        hf = config.hf
+        self.embed_tokens = VocabEmbedding(
+            hf.vocab_size, hf.hidden_size, scale=self.embedding_scale(hf), config=config, prefix=prefix + self.embedding_name
+        )  # fmt: skip
+        self.layers = nn.ModuleList(
+            self.make_layer(index, config, f"{prefix}{self.layers_name}.{index}")
+            for index in range(self.num_layers(hf))
+        )
+        self.norm = self.make_norm(config, prefix + self.norm_name)
+        self.lm_head = LMHead(
+            norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")), config=config,
+            prefix=f"{prefix}lm_head",
+        )  # fmt: skip
+
+    def make_layer(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
+        raise NotImplementedError
+
+    def make_norm(self, config: BuildConfig, prefix: str) -> RMSNorm:
+        """A norm of hidden states."""
+        return RMSNorm(config.hf.hidden_size, config=config, prefix=prefix)
+
+    def num_layers(self, hf: HFConfig) -> int:
+        return int(hf.num_hidden_layers)
+
+    def embedding_scale(self, hf: HFConfig) -> float | None:
+        return None
+
+
+def head_dim_of(hf: HFConfig) -> int:
+    """Numbers of a head of attention."""
+    return int(hf.get("head_dim", hf.hidden_size // hf.num_attention_heads))
