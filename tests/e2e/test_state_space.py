@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pelton_e2e import Reference, generate, greedy, make_llm, make_prompts
+from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
@@ -24,6 +26,10 @@ EXPERTS = {
     "shared_expert_intermediate_size": 40,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 32}
+NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24, "chunk_size": 32, "n_routed_experts": 6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 40,
+}  # fmt: skip
 MIXED = ["linear_attention", "full_attention"] * 2
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # family: (beginning of transformers' classes, fields)
@@ -47,10 +53,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "mlp_multipliers": [0.9, 1.1], "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0,
     }),
     "falcon_h1-norm": ("FalconH1", {**MAMBA, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    "nemotron_h": ("NemotronH", {**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]}),
+    "nemotron_h-latent": ("NemotronH", {
+        **NEMOTRON, "layers_block_type": ["moe", "linear_attention", "full_attention"], "moe_latent_size": 24, "n_group": 2,
+        "routed_scaling_factor": 1.5, "time_step_min": 0.4, "mlp_bias": True, "seed": 2,
+    }),
+    "mamba": ("Mamba", {"state_size": 12}),
+    "falcon_mamba": ("FalconMamba", {"state_size": 12, "tie_word_embeddings": False}),
+    "jamba": ("Jamba", {
+        "mamba_d_state": 12, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 3, "num_experts": 6,
+    }),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 32, "conv_bias": True}),
+    "lfm2_moe": ("Lfm2Moe", {
+        "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }),
 }  # fmt: skip
-BLOCKS = {"qwen3_next": 23, "qwen3_5": 17, "qwen3_5_moe": 23}
+BLOCKS = {"qwen3_next": 23, "qwen3_5": 17, "qwen3_5_moe": 23, "jamba": 11, "lfm2": 17, "lfm2_moe": 17}
 """With which three prompts of 64 tokens fit, and hardly more; others: 8."""
-WITHOUT_ATTENTION = ("mamba2",)
+WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 
 
 def checkpoint(folder: Path, family: str) -> str:
@@ -62,6 +83,12 @@ def checkpoint(folder: Path, family: str) -> str:
         folder / family, config_class=config, model_class=getattr(transformers, f"{name}ForCausalLM"), with_tokenizer=False,
         **fields,
     )  # fmt: skip
+    tensors = load_file(made / "model.safetensors")
+    if biases := [
+        name for name in tensors if name.endswith("expert_bias")
+    ]:  # zeros, which would choose as nothing does
+        tensors |= {name: torch.linspace(-0.3, 0.3, len(tensors[name])) for name in biases}
+        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     return str(made)
 
 
@@ -130,6 +157,83 @@ def test_samples_and_a_request_that_leaves(reference: Reference) -> None:
         llm.llm_engine.step()
         llm.llm_engine.abort_request("gone")
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def _old_layer_names(text: dict[str, Any]) -> None:
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    text["layer_types"] = [names[kind] for kind in text["layer_types"]]
+
+
+def _qwen_fields(text: dict[str, Any]) -> None:
+    """Layers by their interval, a rope's fields at the outer level."""
+    del text["layer_types"]
+    parameters = text.pop("rope_parameters")
+    text |= {"full_attention_interval": 4, "rope_theta": parameters["rope_theta"]}  # a quarter of a head turns
+
+
+def _nemotron_pattern(text: dict[str, Any]) -> None:
+    assert text.pop("layers_block_type") == ["linear_attention", "mlp", "full_attention", "moe"]
+    text["hybrid_override_pattern"] = "M-*E"
+
+
+def _lfm2_fields(text: dict[str, Any]) -> None:
+    text["block_ff_dim"], text["full_attn_idxs"] = text.pop("intermediate_size"), [1, 3]
+    text["tie_embedding"] = text.pop("tie_word_embeddings")
+    del text["layer_types"]
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("granitemoehybrid", _old_layer_names),
+        ("qwen3_next", _qwen_fields),
+        ("nemotron_h", _nemotron_pattern),
+        ("lfm2", _lfm2_fields),
+    ],
+)
+def test_fields_as_released_checkpoints_have_them(tmp_path: Path, family: str, change: Any) -> None:
+    path = Path(checkpoint(tmp_path, family))
+    prompts = make_prompts(VOCAB_SIZE, (5, 33))
+    expected, _ = continuations(str(path), prompts)
+    text = json.loads((path / "config.json").read_text())
+    change(text)
+    (path / "config.json").write_text(json.dumps(text))
+    with make_llm(str(path)) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_of_qwen3_5(tmp_path: Path, family: str) -> None:
+    """As it is released: fields in text_config, tensors behind a prefix beside those of other parts, experts stacked."""
+    path = Path(checkpoint(tmp_path, family))
+    prompts = make_prompts(VOCAB_SIZE, (5, 33))
+    expected, _ = continuations(str(path), prompts)
+    tensors = load_file(path / "model.safetensors")
+    tensors = {
+        name if "language_model" in name else name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    others = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")
+    save_file({**_stacked(tensors), **{name: torch.zeros(4) for name in others}}, path / "model.safetensors")
+    text = json.loads((path / "config.json").read_text())
+    architecture = FAMILIES[family][0] + "ForConditionalGeneration"
+    whole = {"architectures": [architecture], "model_type": family, "text_config": text, "vision_config": {"depth": 1}}
+    (path / "config.json").write_text(json.dumps(whole))
+    with make_llm(str(path)) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
+
+
+def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts as one tensor a matrix."""
+    rest = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        one = [
+            {part: tensors[f"{layer}.experts.{index}.{part}_proj.weight"] for part in ("gate", "up", "down")}
+            for index in range(EXPERTS["num_experts"])
+        ]
+        rest[f"{layer}.experts.gate_up_proj"] = torch.stack([torch.cat([each["gate"], each["up"]]) for each in one])
+        rest[f"{layer}.experts.down_proj"] = torch.stack([each["down"] for each in one])
+    return rest
 
 
 @pytest.mark.parametrize(

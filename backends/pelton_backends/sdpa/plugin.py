@@ -9,6 +9,14 @@ from pelton.hookspecs import hookimpl
 
 PELTON_API = ">=1,<2"
 
+_STATES = (
+    ("state_space", "state_space:StateSpaceBackend", "states of Mamba-2's layers"),
+    ("delta_rule", "delta_rule:DeltaRuleBackend", "states of layers with the gated delta rule"),
+    ("selective_scan", "selective_scan:SelectiveScanBackend", "states of Mamba's layers"),
+    ("short_conv", "short_conv:ShortConvBackend", "short convolutions between gates"),
+)
+"""Layers with states: name, class, what it computes."""
+
 
 @hookimpl
 def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
@@ -41,19 +49,15 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             device_types=("cpu",),
             doc="attention over gathered latents (MLA), in torch",
         ),
-        BackendEntry(
-            name="state_space",
-            load="pelton_backends.sdpa.state_space:StateSpaceBackend",
-            priority=10,
-            device_types=("cpu",),
-            doc="states of Mamba-2's layers, in torch",
-        ),
-        BackendEntry(
-            name="delta_rule",
-            load="pelton_backends.sdpa.delta_rule:DeltaRuleBackend",
-            priority=10,
-            device_types=("cpu",),
-            doc="states of layers with the gated delta rule, in torch",
+        *(
+            BackendEntry(
+                name=name,
+                load=f"pelton_backends.sdpa.{load}",
+                priority=10,
+                device_types=("cpu",),
+                doc=f"{doc}, in torch",
+            )
+            for name, load, doc in _STATES
         ),
         BackendEntry(
             name="sdpa_sparse",

@@ -3,7 +3,7 @@ multipliers as Granite has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -13,13 +13,14 @@ from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.bamba import bamba_mixer, has_attention
 from pelton_plugins.models.experts import ExpertNames, GatedMLP, SparseMoe
-from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of
+from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of, renamed
 from pelton_plugins.models.stacked_experts import one_for_each_expert
 
 _EXPERTS = {
-    "block_sparse_moe.input_linear.weight": "gate_up_proj",
-    "block_sparse_moe.output_linear.weight": "down_proj",
+    f"block_sparse_moe.{old}.weight": f"block_sparse_moe.experts.{new}"
+    for old, new in (("input_linear", "gate_up_proj"), ("output_linear", "down_proj"))
 }
+"""Stacked experts by the names that most models have."""
 _NAMES = ExpertNames(router="router.layer")
 
 
@@ -65,13 +66,4 @@ class GraniteMoeHybridForCausalLM(HybridDecoder):
         return float(hf.get("embedding_multiplier", 1.0))
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
-        return super().load_weights(one_for_each_expert(_renamed(weights), self.weights.expected()))
-
-
-def _renamed(weights: Iterable[tuple[str, LazyWeight]]) -> Iterator[tuple[str, LazyWeight]]:
-    """Stacked experts by the names that most models have."""
-    for name, weight in weights:
-        for old, new in _EXPERTS.items():
-            if name.endswith(old):
-                name = f"{name.removesuffix(old)}block_sparse_moe.experts.{new}"
-        yield name, weight
+        return super().load_weights(one_for_each_expert(renamed(weights, _EXPERTS), self.weights.expected()))

@@ -5,6 +5,7 @@ A part is called as a layer is, `part(hidden, residual, batch)`, and returns its
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
 from pelton.model.build import BuildConfig, HFConfig
+from pelton.model.loading import LazyWeight
 
 
 class Parts(nn.Module):
@@ -120,7 +122,7 @@ class HybridDecoder(Decoder):
         )
         self.norm = self.make_norm(config, prefix + self.norm_name)
         self.lm_head = LMHead(
-            norm=self.norm, embedding=self.embed_tokens, tied=bool(hf.get("tie_word_embeddings")), config=config,
+            norm=self.norm, embedding=self.embed_tokens, tied=self.is_tied(hf), config=config,
             prefix=f"{prefix}lm_head",
         )  # fmt: skip
 
@@ -134,6 +136,10 @@ class HybridDecoder(Decoder):
     def num_layers(self, hf: HFConfig) -> int:
         return int(hf.num_hidden_layers)
 
+    def is_tied(self, hf: HFConfig) -> bool:
+        """Return whether the head is the embedding's matrix."""
+        return bool(hf.get("tie_word_embeddings"))
+
     def embedding_scale(self, hf: HFConfig) -> float | None:
         return None
 
@@ -141,3 +147,11 @@ class HybridDecoder(Decoder):
 def head_dim_of(hf: HFConfig) -> int:
     """Numbers of a head of attention."""
     return int(hf.get("head_dim", hf.hidden_size // hf.num_attention_heads))
+
+
+def renamed(weights: Iterable[tuple[str, LazyWeight]], names: Mapping[str, str]) -> Iterator[tuple[str, LazyWeight]]:
+    """Tensors of a checkpoint with some parts of their names replaced by those that layers here have."""
+    for name, weight in weights:
+        for old, new in names.items():
+            name = name.replace(old, new)
+        yield name, weight

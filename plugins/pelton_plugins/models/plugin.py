@@ -52,11 +52,43 @@ def pelton_models() -> Sequence[ModelEntry]:
         _entry("mamba2", "Mamba2ForCausalLM", "Mamba-2: layers with a state, and no attention; on CPUs"),
         _entry("bamba", "BambaForCausalLM", "Bamba: layers with a state (Mamba-2), and some with attention; on CPUs"),
         *_QWEN_HYBRIDS,
+        *(
+            ModelEntry(
+                name=name,
+                load=f"pelton_plugins.models.mamba:{architecture}",
+                architectures=(architecture,),
+                config_defaults=(("tie_word_embeddings", True),),
+                doc=f"{known_as}: layers with a state, and no attention; on CPUs",
+            )
+            for name, architecture, known_as in (
+                ("mamba", "MambaForCausalLM", "Mamba"),
+                ("falcon_mamba", "FalconMambaForCausalLM", "Falcon-Mamba"),
+            )
+        ),
+        _entry("jamba", "JambaForCausalLM", "Jamba: Mamba's layers, some with attention, experts; on CPUs"),
+        *(
+            ModelEntry(
+                name=name,
+                load=f"pelton_plugins.models.lfm2:{architecture}",
+                architectures=(architecture,),
+                config_defaults=(("rope_theta", 1e6),),
+                doc=doc,
+            )
+            for name, architecture, doc in (
+                ("lfm2", "Lfm2ForCausalLM", "LFM2: short convolutions, some layers with attention; on CPUs"),
+                ("lfm2_moe", "Lfm2MoeForCausalLM", "LFM2 with experts; on CPUs"),
+            )
+        ),
         ModelEntry(
             name="granitemoehybrid",
             load="pelton_plugins.models.granite_hybrid:GraniteMoeHybridForCausalLM",
             architectures=("GraniteMoeHybridForCausalLM",),
             doc="Granite 4: layers with a state (Mamba-2), some with attention, experts or an MLP; on CPUs",
+        ),
+        _entry(
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            "Nemotron-H, Nemotron 3: Mamba-2, attention, MLPs, experts by a pattern; on CPUs",
         ),
         _entry(
             "falcon_h1", "FalconH1ForCausalLM", "Falcon-H1: Mamba-2 and attention side by side in each layer; on CPUs"

@@ -1,0 +1,120 @@
+"""LFM2: most layers are short convolutions between two gates, the others have attention; an MLP behind each, or experts (LFM2-MoE)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from pelton.layers.linear import ShardLinear
+from pelton.layers.norm import RMSNorm
+from pelton.layers.rope import get_rope
+from pelton.model.build import BuildConfig, HFConfig
+from pelton.model.loading import LazyWeight
+from pelton.ops.moe import RoutingSpec
+from pelton_plugins.models.experts import ExpertNames, SparseMoe
+from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of, renamed
+from pelton_plugins.models.normed import NormedLinear, whole_shard
+from pelton_plugins.models.state_layer import StateLayer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import ForwardBatch
+
+_MATRICES = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+_NAMES = ExpertNames(correction="expert_bias")
+
+
+class ShortConvMixer(StateLayer):
+    """Product, gate, convolution, gate, product."""
+
+    attention_type: ClassVar[str] = "short_conv"
+    state_names: ClassVar[tuple[str, ...]] = ("conv_states",)
+
+    def __init__(self, norm: RMSNorm, *, config: BuildConfig, prefix: str) -> None:
+        super().__init__(config=config, prefix=prefix)
+        hf, size, self.input_norm = config.hf, config.hf.hidden_size, norm
+        bias = bool(hf.get("conv_bias"))
+        self.in_proj = NormedLinear(
+            [whole_shard(f"{prefix}.in_proj", 3 * size, size)], norm=norm, bias=bias, config=config
+        )
+        self.make_convolution(size, hf.get("conv_L_cache", 3), has_bias=bias, name="conv")
+        self.out_proj = ShardLinear(whole_shard(f"{prefix}.out_proj", size, size), bias=bias, config=config)
+        self.keep(self.conv_state(), num_heads=size, num_groups=1, head_dim=1)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        product, residual = self.in_proj(hidden, residual)
+        return self.out_proj(self.mix(product, product.shape[1] // 3, batch)), residual
+
+
+class Lfm2ForCausalLM(HybridDecoder):
+    norm_name = "model.embedding_norm"
+
+    def make_layer(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
+        hf = config.hf
+        norm = self.make_norm(config, f"{prefix}.operator_norm")
+        if _has_attention(index, hf):
+            head_dim, attention = head_dim_of(hf), f"{prefix}.self_attn"
+            q_norm, k_norm = (
+                RMSNorm(head_dim, eps=_eps(hf), config=config, prefix=f"{attention}.{one}_layernorm") for one in "qk"
+            )
+            mixer: nn.Module = Attention(
+                norm, head_dim=head_dim, rope=get_rope(config, head_dim), q_norm=q_norm, k_norm=k_norm, output="out_proj",
+                config=config, prefix=attention,
+            )  # fmt: skip
+        else:
+            mixer = ShortConvMixer(norm, config=config, prefix=f"{prefix}.conv")
+        return Parts(mixer, self.make_mlp(index, config, prefix))
+
+    def make_mlp(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
+        norm = self.make_norm(config, f"{prefix}.ffn_norm")
+        return MLP(norm, _mlp_width(config.hf), config=config, prefix=f"{prefix}.feed_forward")
+
+    def make_norm(self, config: BuildConfig, prefix: str) -> RMSNorm:
+        return RMSNorm(config.hf.hidden_size, eps=_eps(config.hf), config=config, prefix=prefix)
+
+    def is_tied(self, hf: HFConfig) -> bool:
+        return bool(hf.get("tie_embedding", hf.get("tie_word_embeddings", True)))
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(renamed(weights, _MATRICES))
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    def make_mlp(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
+        hf, mlp = config.hf, f"{prefix}.feed_forward"
+        norm = self.make_norm(config, f"{prefix}.ffn_norm")
+        if index < hf.get("num_dense_layers", 2):
+            return MLP(norm, hf.intermediate_size, config=config, prefix=mlp)
+        routing = RoutingSpec(
+            num_experts=hf.num_experts, top_k=hf.num_experts_per_tok, scoring="sigmoid",
+            is_renormalized=bool(hf.get("norm_topk_prob", True)), scale=float(hf.get("routed_scaling_factor", 1.0)),
+            has_correction=bool(hf.get("use_expert_bias", True)),
+        )  # fmt: skip
+        return SparseMoe(
+            hf.hidden_size, hf.moe_intermediate_size, routing=routing, activation="silu", norm=norm, names=_NAMES,
+            config=config, prefix=mlp,
+        )  # fmt: skip
+
+
+def _has_attention(index: int, hf: HFConfig) -> bool:
+    types = hf.get("layer_types")
+    if types is not None:
+        return bool(types[index] != "conv")
+    return index in hf.get("full_attn_idxs", range(hf.num_hidden_layers))
+
+
+def _eps(hf: HFConfig) -> float:
+    return float(hf.get("norm_eps", 1e-5))
+
+
+def _mlp_width(hf: HFConfig) -> int:
+    """Of the dense MLP: two thirds of what config.json says, times a factor, up to a multiple of some number."""
+    width = int(hf.get("block_ff_dim", hf.get("intermediate_size", 12288)))
+    if not hf.get("block_auto_adjust_ff_dim", True):
+        return width
+    multiple = int(hf.get("block_multiple_of", 256))
+    width = int(hf.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+    return -(-width // multiple) * multiple

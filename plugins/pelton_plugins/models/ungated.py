@@ -1,0 +1,123 @@
+"""MLPs and experts without a gate: down(relu(up(x))^2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pelton.errors import ConfigError
+from pelton.layers.linear import ShardLinear
+from pelton.quantization.plain import PlainWeights
+from pelton_plugins.models.normed import BareLinear, NormedLinear, whole_shard
+from pelton_plugins.models.parallel import AddedNorm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pelton.attention.metadata import ForwardBatch
+    from pelton.layers.norm import RMSNorm
+    from pelton.model.build import BuildConfig
+    from pelton.ops.moe import RoutingSpec
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+class UngatedMLP(nn.Module):
+    def __init__(self, norm: RMSNorm, width: int, *, bias: bool, config: BuildConfig, prefix: str) -> None:
+        super().__init__()
+        size, self.input_norm = config.hf.hidden_size, norm
+        up = [whole_shard(f"{prefix}.up_proj", width, size)]
+        self.up_proj = NormedLinear(up, norm=norm, bias=bias, config=config)
+        self.down_proj = ShardLinear(whole_shard(f"{prefix}.down_proj", size, width), bias=bias, config=config)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        inner, residual = self.up_proj(hidden, residual)
+        return self.down_proj(relu2(inner)), residual
+
+
+class UngatedMoe(nn.Module):
+    """The norm, a router with sigmoid scores and a correction, its experts, and one MLP that every token takes.
+
+    T tokens, H hidden size, E experts, k of a token, I intermediate size, L numbers that experts read and give.
+    """
+
+    def __init__(
+        self,
+        norm: RMSNorm,
+        routing: RoutingSpec,
+        *,
+        width: int,
+        shared_width: int,
+        latent_size: int | None,
+        bias: bool,
+        config: BuildConfig,
+        prefix: str,
+    ) -> None:
+        """width: I; shared_width: the same of the MLP that every token takes. latent_size: L, where it is not H. bias: of all products but
+        the experts' own."""
+        super().__init__()
+        if config.quantization.name != PlainWeights.name:
+            raise ConfigError(
+                f"quantization is {config.quantization.name!r}, and {prefix} has experts without a gate, which this version keeps in the "
+                "model's dtype alone. Leave quantization unset, or take a checkpoint that is not quantized."
+            )
+        size, self.input_norm, self.routing = config.hf.hidden_size, norm, routing
+        self.add_norm = AddedNorm(norm, config=config)
+        self.into_latent, self.from_latent = None, None
+        if latent_size is not None:
+            self.into_latent, self.from_latent = (
+                ShardLinear(whole_shard(f"{prefix}.{name}", *shape), bias=bias, config=config)
+                for name, shape in (("fc1_latent_proj", (latent_size, size)), ("fc2_latent_proj", (size, latent_size)))
+            )
+        count, inner = routing.num_experts, latent_size or size
+        self.router = _parameter(config, f"{prefix}.gate.weight", count, size, dtype=torch.float32)
+        self.correction = _parameter(config, f"{prefix}.gate.e_score_correction_bias", count, dtype=torch.float32)
+        self.up, self.down = config.empty(count, width, inner), config.empty(count, inner, width)
+        for expert in range(count):
+            for name, matrix in (("up_proj", self.up[expert]), ("down_proj", self.down[expert])):
+                config.weights.expect(f"{prefix}.experts.{expert}.{name}.weight", tuple(matrix.shape), matrix)
+        shared = f"{prefix}.shared_experts"
+        self.shared_up = BareLinear([whole_shard(f"{shared}.up_proj", shared_width, size)], bias=bias, config=config)
+        self.shared_down = ShardLinear(whole_shard(f"{shared}.down_proj", size, shared_width), bias=bias, config=config)
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        x, residual = self.add_norm(hidden, residual)
+        experts, shares = route(F.linear(x.float(), self.router), self.correction, self.routing)
+        latent = x if self.into_latent is None else self.into_latent(x)
+        result = self._chosen(latent, experts, shares)
+        if self.from_latent is not None:
+            result = self.from_latent(result)
+        return result + self.shared_down(relu2(self.shared_up(x))), residual
+
+    def _chosen(self, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+        """The weighted sum of each token's experts: x [T, L], experts and shares [T, k] -> [T, L]."""
+        result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for index in experts.unique().tolist():
+            tokens, place = torch.where(experts == index)
+            out = F.linear(relu2(F.linear(x[tokens], self.up[index])), self.down[index])
+            result.index_add_(0, tokens, out.float() * shares[tokens, place, None])
+        return result.to(x.dtype)
+
+
+def route(logits: Tensor, correction: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
+    """logits [T, E] float32 -> experts [T, k] int64, their weights [T, k] float32; as `RoutingSpec` says of sigmoid scores."""
+    scores = logits.sigmoid()
+    groups = (scores + correction).unflatten(-1, (spec.num_groups, -1))
+    best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(spec.top_groups, dim=-1).indices
+    is_chosen = torch.zeros(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter(1, best, value=True)
+    experts = groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1).topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    if spec.is_renormalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return experts, weights * spec.scale
+
+
+def _parameter(config: BuildConfig, name: str, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+    made = nn.Parameter(config.empty(*shape, dtype=dtype), requires_grad=False)
+    config.weights.expect(name, shape, made)
+    return made
