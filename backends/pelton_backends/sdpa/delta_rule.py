@@ -63,11 +63,11 @@ class DeltaRule(BoundAttention):
         decay = -layer.a_log.exp() * F.softplus(a.float() + layer.dt_bias)  # its logarithm
         parts = q * layer.state_size**-0.5, k, v.view(count, heads, -1), decay, beta
         if len(tokens := metadata.tokens):
-            found, states = step(*(part[tokens] for part in parts), layer.states[metadata.blocks])
+            found, states = step(layer.states[metadata.blocks], *(part[tokens] for part in parts))
             layer.states[metadata.blocks] = states
             output[tokens] = found.flatten(1).to(output.dtype)
         for row in metadata.rows:
-            found, state = scan(*(part[row.tokens] for part in parts), row.before(layer.states))
+            found, state = scan(row.before(layer.states), *(part[row.tokens] for part in parts))
             layer.states[row.block] = state
             output[row.tokens] = found.flatten(1).to(output.dtype)
 
@@ -82,15 +82,15 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each row: q and k [n, H, D], v [n, H, P], decay and beta [n, H], states [n, H, D, P] -> o [n, H, P], states behind."""
+def step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each row: states [n, H, D, P], q and k [n, H, D], v [n, H, P], decay and beta [n, H] -> o [n, H, P], states behind."""
     states = states * decay.exp()[..., None, None]
     known = (k[:, :, None] @ states)[:, :, 0]
     states = states + k[..., None] * (beta[..., None] * (v - known))[:, :, None]
     return (q[:, :, None] @ states)[:, :, 0], states
 
 
-def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def scan(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """All tokens of a row: the same with L tokens for n rows, state [H, D, P] -> o [L, H, P], state behind them."""
     length = len(q)
     q, k, v, decay, beta = (_chunked(part) for part in (q, k, v, decay, beta))

@@ -55,11 +55,11 @@ class SelectiveScan(BoundAttention):
         rates, x = -layer.a_log.exp(), x.float()
         parts = dt, dt * x, b, c
         if len(tokens := metadata.tokens):
-            y, states = _walk(*(part[None, tokens] for part in parts), rates, layer.states[metadata.blocks])
+            y, states = _walk(layer.states[metadata.blocks], rates, *(part[None, tokens] for part in parts))
             layer.states[metadata.blocks] = states
             output[tokens] = (y[0] + layer.d * x[tokens]).to(output.dtype)
         for row in metadata.rows:
-            y, state = scan(*(part[row.tokens] for part in parts), rates, row.before(layer.states))
+            y, state = scan(row.before(layer.states), rates, *(part[row.tokens] for part in parts))
             layer.states[row.block] = state
             output[row.tokens] = (y + layer.d * x[row.tokens]).to(output.dtype)
 
@@ -70,17 +70,17 @@ class SelectiveScanBackend(StateRows):
     computes: ClassVar[type[BoundAttention]] = SelectiveScan
 
 
-def scan(dt: Tensor, given: Tensor, b: Tensor, c: Tensor, rates: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """All tokens of a row: dt and given = dt x [L, E], b and c [L, N], rates [E, N], state [E, N] -> y [L, E], state behind them."""
+def scan(state: Tensor, rates: Tensor, dt: Tensor, given: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """All tokens of a row: state and rates [E, N], dt and given = dt x [L, E], b and c [L, N] -> y [L, E], state behind them."""
     length = len(dt)
     dt, given, b, c = (_side_by_side(part, math.isqrt(length)) for part in (dt, given, b, c))
-    _, added = _walk(dt, given, b, c, rates, state.new_zeros(dt.shape[1], *state.shape))
+    _, added = _walk(state.new_zeros(dt.shape[1], *state.shape), rates, dt, given, b, c)
     kept = (dt.sum(0)[..., None] * rates).exp()
     before = []
     for chunk in range(len(added)):
         before.append(state)
         state = kept[chunk] * state + added[chunk]
-    y, _ = _walk(dt, given, b, c, rates, torch.stack(before))
+    y, _ = _walk(torch.stack(before), rates, dt, given, b, c)
     return y.transpose(0, 1).flatten(0, 1)[:length], state
 
 
@@ -89,8 +89,8 @@ def _side_by_side(part: Tensor, chunk: int) -> Tensor:
     return F.pad(part, (0, 0, 0, -len(part) % chunk)).unflatten(0, (-1, chunk)).transpose(0, 1)
 
 
-def _walk(dt: Tensor, given: Tensor, b: Tensor, c: Tensor, rates: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Q tokens, each of C rows at once: [Q, C, E], [Q, C, N], states [C, E, N] -> y [Q, C, E] without D x, states behind them."""
+def _walk(states: Tensor, rates: Tensor, dt: Tensor, given: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Q tokens, each of C rows at once: states [C, E, N], [Q, C, E], [Q, C, N] -> y [Q, C, E] without D x, states behind them."""
     parts = []
     for step in range(len(dt)):
         states = (dt[step, ..., None] * rates).exp() * states + given[step, ..., None] * b[step, :, None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -95,10 +93,12 @@ class FalconH1MLP(nn.Module):
     def __init__(self, norm: RMSNorm, *, config: BuildConfig, prefix: str) -> None:
         super().__init__()
         hf, self.input_norm = config.hf, norm
-        width, fields = hf.intermediate_size, {"bias": bool(hf.get("mlp_bias")), "config": config}
-        parts: Any = [whole_shard(f"{prefix}.{name}_proj", width, hf.hidden_size) for name in ("gate", "up")]
-        self.gate_up_proj = NormedLinear(parts, norm=norm, **fields)
-        self.down_proj = RowParallelLinear(width, hf.hidden_size, prefix=f"{prefix}.down_proj", **fields)
+        width, bias = hf.intermediate_size, bool(hf.get("mlp_bias"))
+        parts = [whole_shard(f"{prefix}.{name}_proj", width, hf.hidden_size) for name in ("gate", "up")]
+        self.gate_up_proj = NormedLinear(parts, norm=norm, bias=bias, config=config)
+        self.down_proj = RowParallelLinear(
+            width, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.down_proj"
+        )
         self.multipliers = [float(one) for one in hf.get("mlp_multipliers", (1.0, 1.0))]
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:

@@ -46,17 +46,16 @@ class GraniteMoeHybridForCausalLM(HybridDecoder):
     def make_mlp(self, config: BuildConfig, prefix: str) -> nn.Module:
         hf, shared = config.hf, f"{prefix}.shared_mlp"
         norm = self.make_norm(config, f"{prefix}.post_attention_layernorm")
-        names = {"merged": "input_linear", "down": "output_linear"}
+        size, width, activation = hf.hidden_size, hf.shared_intermediate_size, hf.get("hidden_act", "silu")
         if not hf.get("num_local_experts"):
-            return MLP(norm, hf.shared_intermediate_size, config=config, prefix=shared, **names)
-        activation = hf.get("hidden_act", "silu")
+            return MLP(norm, width, merged="input_linear", down="output_linear", config=config, prefix=shared)
+        always = GatedMLP(
+            size, width, activation=activation, merged="input_linear", down="output_linear", config=config, prefix=shared
+        )  # fmt: skip
+        routing = RoutingSpec(num_experts=hf.num_local_experts, top_k=hf.num_experts_per_tok)
         return SparseMoe(
-            hf.hidden_size, hf.intermediate_size, activation=activation, norm=norm, config=config,
-            routing=RoutingSpec(num_experts=hf.num_local_experts, top_k=hf.num_experts_per_tok),
+            size, hf.intermediate_size, routing=routing, activation=activation, norm=norm, config=config, shared=always,
             prefix=f"{prefix}.block_sparse_moe", names=_NAMES,
-            shared=GatedMLP(
-                hf.hidden_size, hf.shared_intermediate_size, activation=activation, config=config, prefix=shared, **names
-            ),
         )  # fmt: skip
 
     def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
