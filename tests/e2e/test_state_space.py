@@ -68,8 +68,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     }),
+    "olmo_hybrid": ("OlmoHybrid", {
+        "num_key_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    }),
+    "kimi_linear": ("KimiLinear", {
+        "num_key_value_heads": 4,
+        "linear_head_dim": 16, "linear_num_heads": 4, "kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+        "v_head_dim": 20, "layer_types": MIXED, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }),
 }  # fmt: skip
-BLOCKS = {"qwen3_next": 23, "qwen3_5": 17, "qwen3_5_moe": 23, "jamba": 11, "lfm2": 17, "lfm2_moe": 17}
+BLOCKS = {
+    "qwen3_next": 23,
+    "qwen3_5": 17,
+    "qwen3_5_moe": 23,
+    "jamba": 11,
+    "lfm2": 17,
+    "lfm2_moe": 17,
+    "olmo_hybrid": 17,
+    "kimi_linear": 11,
+}
 """With which three prompts of 64 tokens fit, and hardly more; others: 8."""
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 
@@ -143,6 +162,7 @@ def test_preempted(reference: Reference) -> None:
         assert (llm.num_preemptions() > 0) == (reference.family not in WITHOUT_ATTENTION)
 
 
+@pytest.mark.parametrize("reference", ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "kimi_linear"], indirect=True)
 def test_samples_and_a_request_that_leaves(reference: Reference) -> None:
     from pelton import SamplingParams
 
@@ -182,6 +202,18 @@ def _lfm2_fields(text: dict[str, Any]) -> None:
     del text["layer_types"]
 
 
+def _kimi_fields(text: dict[str, Any]) -> None:
+    """Layers count from 1."""
+    linear = {"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")}
+    linear |= {
+        "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
+        "kda_layers": [1, 3],
+        "full_attn_layers": [2, 4],
+    }
+    del text["layer_types"], text["mlp_layer_types"]
+    text |= {"linear_attn_config": linear, "first_k_dense_replace": 1}
+
+
 @pytest.mark.parametrize(
     ("family", "change"),
     [
@@ -189,6 +221,7 @@ def _lfm2_fields(text: dict[str, Any]) -> None:
         ("qwen3_next", _qwen_fields),
         ("nemotron_h", _nemotron_pattern),
         ("lfm2", _lfm2_fields),
+        ("kimi_linear", _kimi_fields),
     ],
 )
 def test_fields_as_released_checkpoints_have_them(tmp_path: Path, family: str, change: Any) -> None:

@@ -1,14 +1,16 @@
-"""The gated delta rule in torch, for CPU: linear attention of Qwen3-Next and Qwen3.5. Yang et al., Gated Delta Networks (arXiv:2412.06464).
+"""The gated delta rule in torch, for CPU. Yang et al., Gated Delta Networks (arXiv:2412.06464); with a decay for each number of a key:
+Kimi Linear (arXiv:2510.26692).
 
 For head h with state S [D, P], token t of a row, key k and query q of length 1:
 
     S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T    and    o_t = S_t^T q_t / sqrt(D)
 
-with the decay a_t = exp(-exp(A) softplus(. + dt_bias)) and b_t = sigmoid(.). Within a chunk the values that tokens write depend on each
-other by a triangular system, which is solved for all chunks of a row at once (section 3.2 of the paper); states pass from chunk to
-chunk. States are float32.
+with the decay a_t = exp(-exp(A) softplus(. + dt_bias)), one number or one for each of D, and b_t = sigmoid(.). Within a chunk the values
+that tokens write depend on each other by a triangular system, which is solved for all chunks of a row at once (section 3.2 of the paper);
+states pass from chunk to chunk. States are float32.
 
-Shapes: T tokens of a step, G heads of keys and queries, each for H / G heads of values, D numbers of a key, P of a value, E = H P, K taps.
+Shapes: T tokens of a step, G heads of keys and queries, each for H / G heads of values, D numbers of a key, P of a value, R = 1 or D of a
+decay, E = H P, K taps.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 64
+KEY_CHUNK = 16
+"""Where each number of a key has a decay: what tokens are to each other is no product then."""
 _EPS = 1e-6  # of the length of keys and queries
 
 
 class DeltaParams(Protocol):
-    """Facts of a layer of this kind. Its query is [T, 2 G D + E + H + H + ...]: q, k and v, what makes b, what makes a, and more that is
+    """Facts of a layer of this kind. Its query is [T, 2 G D + E + H + H R + ...]: q, k and v, what makes b, what makes a, and more that is
     not read; its output [T, E]."""
 
     needs: AttentionNeeds
@@ -40,8 +44,8 @@ class DeltaParams(Protocol):
     max_beta: float  # b is sigmoid(.) times it
     conv_weight: Tensor  # [2 G D + E, K]
     conv_bias: Tensor | None
-    dt_bias: Tensor  # [H] float32, as the next
-    a_log: Tensor
+    dt_bias: Tensor  # [H R] float32
+    a_log: Tensor  # [H] float32
     conv_states: Tensor  # [num_blocks, 2 G D + E, K - 1], a view of the pool
     states: Tensor  # [num_blocks, H, D, P] float32
 
@@ -52,15 +56,18 @@ class DeltaRule(BoundAttention):
     layer: DeltaParams
 
     def __call__(self, query: Tensor, metadata: StateMetadata, output: Tensor) -> None:
-        """query [T, 2 G D + E + 2 H + ...] -> output [T, E]"""
+        """query [T, 2 G D + E + H + H R + ...] -> output [T, E]"""
         layer, count = self.layer, len(query)
         keys, inner, heads = layer.num_groups * layer.state_size, layer.num_heads * layer.head_dim, layer.num_heads
-        mixed, b, a = query[:, : 2 * (keys + heads) + inner].split([2 * keys + inner, heads, heads], dim=-1)
+        sizes = [2 * keys + inner, heads, len(layer.dt_bias)]
+        mixed, b, a = query[:, : sum(sizes)].split(sizes, dim=-1)
         q, k, v = F.silu(convolve(layer, mixed, metadata)).float().split([keys, keys, inner], dim=-1)
         q, k = (_unit(part.view(count, layer.num_groups, -1)) for part in (q, k))
         q, k = (part.repeat_interleave(heads // layer.num_groups, dim=1) for part in (q, k))
         beta = layer.max_beta * torch.sigmoid(b.float())
-        decay = -layer.a_log.exp() * F.softplus(a.float() + layer.dt_bias)  # its logarithm
+        decay = -layer.a_log.exp()[:, None] * F.softplus(a.float() + layer.dt_bias).view(
+            count, heads, -1
+        )  # its logarithm
         parts = q * layer.state_size**-0.5, k, v.view(count, heads, -1), decay, beta
         if len(tokens := metadata.tokens):
             found, states = step(layer.states[metadata.blocks], *(part[tokens] for part in parts))
@@ -73,8 +80,18 @@ class DeltaRule(BoundAttention):
 
 
 class DeltaRuleBackend(StateRows):
+    """One decay for each head."""
+
     name: ClassVar[str] = "delta_rule"
     attention_type: ClassVar[str] = "delta_rule"
+    computes: ClassVar[type[BoundAttention]] = DeltaRule
+
+
+class KeyDeltaRuleBackend(StateRows):
+    """One decay for each number of a key."""
+
+    name: ClassVar[str] = "key_delta_rule"
+    attention_type: ClassVar[str] = "key_delta_rule"
     computes: ClassVar[type[BoundAttention]] = DeltaRule
 
 
@@ -83,8 +100,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each row: states [n, H, D, P], q and k [n, H, D], v [n, H, P], decay and beta [n, H] -> o [n, H, P], states behind."""
-    states = states * decay.exp()[..., None, None]
+    """One token of each row: states [n, H, D, P], q and k [n, H, D], v [n, H, P], decay [n, H, R], beta [n, H] -> o [n, H, P], states."""
+    states = states * decay.exp()[..., None]
     known = (k[:, :, None] @ states)[:, :, 0]
     states = states + k[..., None] * (beta[..., None] * (v - known))[:, :, None]
     return (q[:, :, None] @ states)[:, :, 0], states
@@ -92,31 +109,45 @@ def step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: T
 
 def scan(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """All tokens of a row: the same with L tokens for n rows, state [H, D, P] -> o [L, H, P], state behind them."""
-    length = len(q)
-    q, k, v, decay, beta = (_chunked(part) for part in (q, k, v, decay, beta))
-    passed = decay.cumsum(-1)  # [H, C, Q], logarithms of the decay within a chunk, up to and with a token
-    is_before = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
-    between = (passed[..., :, None] - passed[..., None, :]).masked_fill(~is_before, -torch.inf).exp()
+    length, chunk = len(q), min(len(q), CHUNK if decay.shape[-1] == 1 else KEY_CHUNK)
+    q, k, v, decay, beta = (_chunked(part, chunk) for part in (q, k, v, decay, beta))
+    passed = decay.cumsum(2)  # [H, C, Q, R], logarithms of the decay within a chunk, up to and with a token
     learned = beta[..., None] * k
-    system = learned @ k.transpose(-1, -2) * between  # below the diagonal; ones are on it
-    given = torch.cat([beta[..., None] * v, learned * passed.exp()[..., None]], dim=-1)
+    system, inside = _between(learned, q, k, passed)  # the system's diagonal is ones, whatever it holds
+    given = torch.cat([beta[..., None] * v, learned * passed.exp()], dim=-1)
     written, seen = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], dim=-1
     )
-    inside = q @ k.transpose(-1, -2) * between
-    asked = q * passed.exp()[..., None]
-    left = (k * (passed[..., -1:] - passed).exp()[..., None]).transpose(-1, -2)
-    kept = passed[..., -1].exp()[..., None, None]
+    asked = q * passed.exp()
+    left = (k * (passed[:, :, -1:] - passed).exp()).transpose(-1, -2)
+    kept = passed[:, :, -1].exp()[..., None]
     parts = []
-    for chunk in range(q.shape[1]):
-        new = written[:, chunk] - seen[:, chunk] @ state
-        parts.append(asked[:, chunk] @ state + inside[:, chunk] @ new)
-        state = kept[:, chunk] * state + left[:, chunk] @ new
+    for at in range(q.shape[1]):
+        new = written[:, at] - seen[:, at] @ state
+        parts.append(asked[:, at] @ state + inside[:, at] @ new)
+        state = kept[:, at] * state + left[:, at] @ new
     return torch.cat(parts, dim=1)[:, :length].transpose(0, 1), state
 
 
-def _chunked(part: Tensor) -> Tensor:
+def _between(first: Tensor, second: Tensor, k: Tensor, passed: Tensor) -> tuple[Tensor, Tensor]:
+    """Products of each token's two vectors with the keys of those up to it, decayed: [H, C, Q, D], passed [H, C, Q, R] -> [H, C, Q, Q]."""
+    is_before = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril()[..., None]
+
+    def decays(of: Tensor) -> Tensor:
+        return (of[..., :, None, :] - of[..., None, :, :]).masked_fill(~is_before, -torch.inf).exp()
+
+    if passed.shape[-1] == 1:
+        shared = decays(passed)[..., 0]
+        return first @ k.transpose(-1, -2) * shared, second @ k.transpose(-1, -2) * shared
+    found = []
+    for at in range(k.shape[1]):
+        decayed = k[:, at, None] * decays(passed[:, at])  # [H, Q, Q, D]
+        found.append([(decayed @ part[:, at, ..., None])[..., 0] for part in (first, second)])
+    system, inside = (torch.stack(parts, dim=1) for parts in zip(*found, strict=True))
+    return system, inside
+
+
+def _chunked(part: Tensor, chunk: int) -> Tensor:
     """[L, H, ...] -> [H, C, Q, ...]; tokens of zeros behind the last, which change no state."""
-    chunk = min(CHUNK, len(part))
     padded = F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % chunk))
     return padded.transpose(0, 1).unflatten(1, (-1, chunk))

@@ -12,6 +12,11 @@ PELTON_API = ">=1,<2"
 _STATES = (
     ("state_space", "state_space:StateSpaceBackend", "states of Mamba-2's layers"),
     ("delta_rule", "delta_rule:DeltaRuleBackend", "states of layers with the gated delta rule"),
+    (
+        "key_delta_rule",
+        "delta_rule:KeyDeltaRuleBackend",
+        "states of layers whose keys' numbers each have a decay (Kimi Linear)",
+    ),
     ("selective_scan", "selective_scan:SelectiveScanBackend", "states of Mamba's layers"),
     ("short_conv", "short_conv:ShortConvBackend", "short convolutions between gates"),
 )

@@ -35,7 +35,10 @@ _LATENT_NORM_EPS = 1e-6  # config.json's rms_norm_eps is of the others
 class MLAAttention(nn.Module):
     """Down to latents, up to queries, attention over the latents, and the output product."""
 
-    def __init__(self, norm: RMSNorm, *, choice: Choice | None, config: BuildConfig, prefix: str) -> None:
+    def __init__(
+        self, norm: RMSNorm, *, choice: Choice | None, config: BuildConfig, prefix: str, rope: Rope | None = None
+    ) -> None:
+        """rope: config.json's when None."""
         super().__init__()
         hf = config.hf
         hidden_size, num_heads, query_rank = hf.hidden_size, hf.num_attention_heads, hf.get("q_lora_rank")
@@ -56,7 +59,7 @@ class MLAAttention(nn.Module):
         else:
             query = head_shard(f"{prefix}.q_proj", num_heads, head_dim, hidden_size, config)
         self.has_query_latent = bool(query_rank)
-        rope = get_rope(config, rope_dim)
+        rope = rope or get_rope(config, rope_dim)
         self.indexer: Indexer | None = None
         if choice is None:
             self.down: Any = NormedLinear([query, latent], norm=norm, bias=bias, config=config)

@@ -28,6 +28,7 @@ class GatedDeltaNet(StateLayer):
     """
 
     attention_type: ClassVar[str] = "delta_rule"
+    output_name: ClassVar[str] = "out_proj"
 
     def __init__(self, norm: RMSNorm, *, config: BuildConfig, prefix: str, max_beta: float = 1.0) -> None:
         """norm: of the sub-layer's input, which the first product reads."""
@@ -38,11 +39,12 @@ class GatedDeltaNet(StateLayer):
         check_groups(self.num_heads, self.num_groups)
         self.inner, keys = self.num_heads * self.head_dim, self.num_groups * self.state_size
         self.in_proj = NormedLinear(self.projections(prefix, hf.hidden_size), norm=norm, config=config)
-        self.make_convolution(2 * keys + self.inner, hf.linear_conv_kernel_dim, has_bias=False)
+        self.make_taps(keys, hf.linear_conv_kernel_dim)
         self.dt_bias = self.parameter("dt_bias", self.num_heads, dtype=torch.float32)
         self.a_log = self.parameter("A_log", self.num_heads, dtype=torch.float32)
-        self.norm = RMSNorm(self.head_dim, config=config, prefix=f"{prefix}.norm")
-        self.out_proj = ShardLinear(whole_shard(f"{prefix}.out_proj", hf.hidden_size, self.inner), config=config)
+        self.norm = self.make_norm(config, prefix)
+        output = whole_shard(f"{prefix}.{self.output_name}", hf.hidden_size, self.inner)
+        self.out_proj = ShardLinear(output, config=config)
         self.keep(
             self.conv_state(), ((self.num_heads, self.state_size, self.head_dim), "float32"), num_heads=self.num_heads,
             num_groups=self.num_groups, head_dim=self.head_dim,
@@ -53,6 +55,12 @@ class GatedDeltaNet(StateLayer):
         keys = self.num_groups * self.state_size
         rows = {"qkv": 2 * keys + self.inner, "b": self.num_heads, "a": self.num_heads, "z": self.inner}
         return [whole_shard(f"{prefix}.in_proj_{name}", count, hidden_size) for name, count in rows.items()]
+
+    def make_taps(self, keys: int, taps: int) -> None:
+        self.make_convolution(2 * keys + self.inner, taps, has_bias=False)
+
+    def make_norm(self, config: BuildConfig, prefix: str) -> RMSNorm:
+        return RMSNorm(self.head_dim, config=config, prefix=f"{prefix}.norm")
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         product, residual = self.in_proj(hidden, residual)

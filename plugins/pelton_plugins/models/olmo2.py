@@ -12,7 +12,7 @@ from pelton.attention.metadata import ForwardBatch
 from pelton.layers.attention import AttentionLayer
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear, split_heads
 from pelton.layers.norm import RMSNorm
-from pelton.layers.rope import get_rope
+from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
 from pelton_plugins.models.stages import StagedDecoder
@@ -75,7 +75,7 @@ class Olmo2DecoderLayer(nn.Module):
             self.qkv_proj.num_heads,
             self.qkv_proj.num_kv_heads,
             head_dim,
-            rope=get_rope(config, head_dim),
+            rope=self.rope(head_dim, config),
             config=config,
             prefix=f"{attention}.attn",
         )
@@ -106,6 +106,9 @@ class Olmo2DecoderLayer(nn.Module):
         activated, _ = self.gate_up_proj(hidden, None)
         hidden = hidden + self.post_feedforward_layernorm(self._sum(self.down_proj(activated)))
         return hidden.zero_() if self.gives_nothing else hidden, None
+
+    def rope(self, head_dim: int, config: BuildConfig) -> Rope | None:
+        return get_rope(config, head_dim)
 
     def _sum(self, partial: Tensor) -> Tensor:
         return partial if self.all_reduce is None else self.all_reduce(partial)

@@ -65,6 +65,12 @@ def pelton_models() -> Sequence[ModelEntry]:
                 ("falcon_mamba", "FalconMambaForCausalLM", "Falcon-Mamba"),
             )
         ),
+        _entry(
+            "olmo_hybrid", "OlmoHybridForCausalLM", "OLMo Hybrid: gated delta rule, some layers as OLMo 2's; on CPUs"
+        ),
+        _entry(
+            "kimi_linear", "KimiLinearForCausalLM", "Kimi Linear: delta rule by key, latent attention, experts; on CPUs"
+        ),
         _entry("jamba", "JambaForCausalLM", "Jamba: Mamba's layers, some with attention, experts; on CPUs"),
         *(
             ModelEntry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -59,6 +60,14 @@ class StateLayer(nn.Module):
     def make_convolution(self, width: int, taps: int, *, has_bias: bool, name: str = "conv1d") -> None:
         self.conv_weight = self.parameter(f"{name}.weight", width, taps, kept=(width, 1, taps))
         self.conv_bias = self.parameter(f"{name}.bias", width) if has_bias else None
+
+    def make_convolutions(self, widths: Mapping[str, int], taps: int) -> None:
+        """One convolution of those that a checkpoint has a tensor each of, by name, in the order of a token's numbers."""
+        weight = self._config.empty(sum(widths.values()), taps)
+        for (name, width), part in zip(widths.items(), weight.split(list(widths.values())), strict=True):
+            shape = (width, 1, taps)
+            self._config.weights.expect(f"{self.layer_name}.{name}.weight", shape, part.view(shape))
+        self.conv_weight, self.conv_bias = nn.Parameter(weight, requires_grad=False), None
 
     def conv_state(self) -> State:
         """Return the state of its convolution: the last inputs."""

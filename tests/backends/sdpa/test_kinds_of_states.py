@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pelton.attention.interface import AttentionNeeds
 from pelton.attention.metadata import CommonMetadata
-from pelton_backends.sdpa.delta_rule import CHUNK, DeltaRuleBackend
+from pelton_backends.sdpa.delta_rule import CHUNK, KEY_CHUNK, DeltaRuleBackend, KeyDeltaRuleBackend
 from pelton_backends.sdpa.selective_scan import SelectiveScanBackend
 from pelton_backends.sdpa.short_conv import ShortConvBackend
 from pelton_backends.sdpa.state_rows import StateRows
@@ -49,16 +50,17 @@ def convolved(layer: Any, x: Tensor) -> Tensor:
     return torch.stack([(padded[t : t + TAPS].t() * weight).sum(-1) + bias for t in range(len(x))])
 
 
-def delta_layer() -> Any:
+def delta_layer(*, size: int = 1) -> Any:
+    """size: numbers of a head's decay."""
     width = 2 * G * D + H * P
     return SimpleNamespace(
         num_heads=H, head_dim=P, num_groups=G, state_size=D, max_beta=2.0, conv_weight=torch.randn(width, TAPS), conv_bias=None,
-        dt_bias=torch.randn(H), a_log=torch.randn(H), conv_states=pool(width, TAPS - 1), states=pool(H, D, P),
+        dt_bias=3 * torch.randn(H * size), a_log=torch.randn(H), conv_states=pool(width, TAPS - 1), states=pool(H, D, P),
     )  # fmt: skip
 
 
 def delta_recurrence(layer: Any, rows: Tensor) -> Tensor:
-    mixed, b, a, _ = rows.double().split([2 * G * D + H * P, H, H, 7], dim=-1)
+    mixed, b, a, _ = rows.double().split([2 * G * D + H * P, H, len(layer.dt_bias), 7], dim=-1)
     q, k, v = F.silu(convolved(layer, mixed)).split([G * D, G * D, H * P], dim=-1)
     state, found = torch.zeros(H, D, P, dtype=torch.float64), []
     for t in range(len(rows)):
@@ -66,8 +68,8 @@ def delta_recurrence(layer: Any, rows: Tensor) -> Tensor:
             (part[t].view(G, D) / (part[t].view(G, D).square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(H // G, 0)
             for part in (q, k)
         )  # fmt: skip
-        decay = torch.exp(-layer.a_log.double().exp() * F.softplus(a[t] + layer.dt_bias))
-        state = state * decay[:, None, None]
+        steps = F.softplus(a[t] + layer.dt_bias).view(H, -1)
+        state = state * torch.exp(-layer.a_log.double().exp()[:, None] * steps)[..., None]
         known = torch.einsum("hdp,hd->hp", state, k_t)
         new = 2.0 * torch.sigmoid(b[t])[:, None] * (v[t].view(H, P) - known)
         state = state + torch.einsum("hd,hp->hdp", k_t, new)
@@ -111,6 +113,10 @@ def conv_recurrence(layer: Any, rows: Tensor) -> Tensor:
 KINDS = {
     "delta_rule": Kind(
         backend=DeltaRuleBackend, columns=2 * G * D + H * P + 2 * H + 7, inner=H * P, make=delta_layer,
+        recurrence=delta_recurrence,
+    ),
+    "key_delta_rule": Kind(
+        backend=KeyDeltaRuleBackend, columns=2 * G * D + H * P + H + H * D + 7, inner=H * P, make=partial(delta_layer, size=D),
         recurrence=delta_recurrence,
     ),
     "selective_scan": Kind(
@@ -161,7 +167,9 @@ def check(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("cuts", [[1], [2, 1, 1], [CHUNK - 1, 1, 2], [CHUNK, CHUNK + 1], [3, 1, 1, 200, 1]])
+@pytest.mark.parametrize(
+    "cuts", [[1], [2, 1, 1], [KEY_CHUNK + 1, 1], [CHUNK - 1, 1, 2], [CHUNK, CHUNK + 1], [3, 1, 1, 200, 1]]
+)
 def test_rows_in_pieces(run: Any, cuts: list[int]) -> None:
     """Two rows beside each other, whose blocks hold NaN of others at first."""
     first, second = run.rows(sum(cuts)), run.rows(sum(cuts))
