@@ -335,10 +335,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "decode context parallel": {"decode_context_parallel": 2},
 }
 
-STATE = replace(PLAIN, attention_type="state")
-"""And of layers with a state."""
+STATES = ("state", "delta_rule", "key_delta_rule", "selective_scan", "short_conv")
+"""And of layers with a state, the attention types."""
 ATTENTION_TYPES: dict[str, dict[str, Any]] = {
-    "decoder": {}, "encoder": {}, "cross": {}, "indexer": {"head_dim": 128}, "state": {},
+    "decoder": {}, "encoder": {}, "cross": {}, "indexer": {"head_dim": 128},
+    **{kind: {} for kind in STATES},
 }  # fmt: skip
 """With what else their layers need."""
 
@@ -347,8 +348,10 @@ Backend = type[AttentionBackend]
 
 def takes(backend: Backend, capability: tuple[int, int] | None = None, **changes: Any) -> bool:
     """Whether the backend takes the plain needs with these changes. What it has against the plain ones is this machine's."""
-    has_states = "attention_type" in backend.handles and not backend.unsupported(STATE)
-    plain = LATENT if "is_mla" in backend.handles else STATE if has_states else PLAIN
+    plain = LATENT if "is_mla" in backend.handles else PLAIN
+    for kind in STATES if "attention_type" in backend.handles else ():
+        if not backend.unsupported(replace(PLAIN, attention_type=kind)):
+            plain = replace(PLAIN, attention_type=kind)
     needs = replace(plain, **changes)
     reasons = set(backend.unsupported(needs, capability)) - set(backend.unsupported(plain))
     return not reasons and backend.handles.issuperset(needs.optional())
@@ -490,6 +493,13 @@ def models_page() -> str:
         "transformers in float32, token for token: batched, alone, in chunks, with hits of the prefix cache, after preemption. A test "
         "of one that pools compares its vectors and scores.",
         table(("model", "architectures", "kind", "what it has", "tests that name it"), rows),
+        "## Models with states",
+        "State-space layers (Mamba, Mamba-2), the gated delta rule and short convolutions keep a state of one size for a request, however "
+        "long it is: a page of the KV cache, whose size the blocks of attention beside it take on. States are float32, but for those of "
+        "convolutions. Prompts are computed in chunks, with products in place of single tokens, and decoding rows together. A preempted "
+        "request computes its states again. States are not found again, so prefix caching is off for such a model; drafts, tensor and "
+        "pipeline parallelism are refused. An attention backend of its own computes each kind "
+        "([attention_backends.md](attention_backends.md)).",
         "## Forms of weights",
         "What `--quantization` or config.json's `quant_method` may name; [quantization.md](quantization.md) says how exact each is, and "
         "what it refuses.",

@@ -113,7 +113,7 @@ def _routing(hf: HFConfig) -> RoutingSpec:
 
 
 def _linear_fields(hf: HFConfig) -> dict[str, Any]:
-    """What a released checkpoint has in `linear_attn_config`, and transformers' own beside the other fields."""
+    """Fields that a released checkpoint has in `linear_attn_config`, and transformers' own beside the others."""
     names = {
         "head_dim": "linear_head_dim",
         "num_heads": "linear_num_heads",
