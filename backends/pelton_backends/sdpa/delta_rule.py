@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 64
-KEY_CHUNK = 16
-"""Where each number of a key has a decay: what tokens are to each other is no product then."""
+KEY_CHUNK = 8
+"""Where each number of a key has a decay."""
+_MOST_DECAY = 60.0
+"""Of a chunk, as a logarithm, with which its inverse and its products with a key's numbers are far from float32's largest."""
 _EPS = 1e-6  # of the length of keys and queries
 
 
@@ -139,6 +141,11 @@ def _between(first: Tensor, second: Tensor, k: Tensor, passed: Tensor) -> tuple[
     if passed.shape[-1] == 1:
         shared = decays(passed)[..., 0]
         return first @ k.transpose(-1, -2) * shared, second @ k.transpose(-1, -2) * shared
+    if passed.min() > -_MOST_DECAY:
+        grown = (k * (-passed).exp()).transpose(-1, -2)
+        products = (part * passed.exp() @ grown for part in (first, second))
+        system, inside = (part.masked_fill(~is_before[..., 0], 0.0) for part in products)
+        return system, inside
     found = []
     for at in range(k.shape[1]):
         decayed = k[:, at, None] * decays(passed[:, at])  # [H, Q, Q, D]

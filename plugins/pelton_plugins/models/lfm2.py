@@ -111,7 +111,7 @@ def _eps(hf: HFConfig) -> float:
 
 
 def _mlp_width(hf: HFConfig) -> int:
-    """Of the dense MLP: two thirds of what config.json says, times a factor, up to a multiple of some number."""
+    """Return the width of the dense MLP: two thirds of what config.json says, times a factor, up to a multiple of some number."""
     width = int(hf.get("block_ff_dim", hf.get("intermediate_size", 12288)))
     if not hf.get("block_auto_adjust_ff_dim", True):
         return width

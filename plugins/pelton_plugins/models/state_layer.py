@@ -1,4 +1,4 @@
-"""What layers with states have in common: what they keep of a request has one size, however long it is."""
+"""Common parts of layers with states: what they keep of a request has one size, however long it is."""
 
 from __future__ import annotations
 

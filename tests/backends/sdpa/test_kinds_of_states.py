@@ -50,12 +50,13 @@ def convolved(layer: Any, x: Tensor) -> Tensor:
     return torch.stack([(padded[t : t + TAPS].t() * weight).sum(-1) + bias for t in range(len(x))])
 
 
-def delta_layer(*, size: int = 1) -> Any:
-    """size: numbers of a head's decay."""
+def delta_layer(*, size: int = 1, is_slow: bool = False) -> Any:
+    """size: numbers of a head's decay; is_slow: states forget little."""
     width = 2 * G * D + H * P
+    steps = torch.full((H * size,), -3.0) if is_slow else 9 * torch.randn(H * size)
     return SimpleNamespace(
         num_heads=H, head_dim=P, num_groups=G, state_size=D, max_beta=2.0, conv_weight=torch.randn(width, TAPS), conv_bias=None,
-        dt_bias=3 * torch.randn(H * size), a_log=torch.randn(H), conv_states=pool(width, TAPS - 1), states=pool(H, D, P),
+        dt_bias=steps, a_log=torch.randn(H), conv_states=pool(width, TAPS - 1), states=pool(H, D, P),
     )  # fmt: skip
 
 
@@ -119,6 +120,10 @@ KINDS = {
         backend=KeyDeltaRuleBackend, columns=2 * G * D + H * P + H + H * D + 7, inner=H * P, make=partial(delta_layer, size=D),
         recurrence=delta_recurrence,
     ),
+    "key_delta_rule-slow": Kind(
+        backend=KeyDeltaRuleBackend, columns=2 * G * D + H * P + H + H * D + 7, inner=H * P,
+        make=partial(delta_layer, size=D, is_slow=True), recurrence=delta_recurrence,
+    ),
     "selective_scan": Kind(
         backend=SelectiveScanBackend, columns=2 * E, inner=E, make=scan_layer, recurrence=scan_recurrence
     ),
@@ -127,7 +132,9 @@ KINDS = {
 
 
 def needs_of(kind: str, dtype: str = "float32") -> AttentionNeeds:
-    return AttentionNeeds(head_dim=P, num_heads=H, num_kv_heads=G, block_size=16, dtype=dtype, attention_type=kind)
+    return AttentionNeeds(
+        head_dim=P, num_heads=H, num_kv_heads=G, block_size=16, dtype=dtype, attention_type=kind.partition("-")[0]
+    )
 
 
 @pytest.fixture(params=KINDS)
@@ -201,4 +208,6 @@ def test_other_needs_are_refused(kind: str) -> None:
     backend = KINDS[kind].backend
     assert backend.unsupported(needs_of(kind)) == []
     reasons = backend.unsupported(needs_of("state", "float64"))
-    assert reasons[0] == f"attention type state, only {kind}" and reasons[1].startswith("dtype float64, only")
+    assert reasons[0] == f"attention type state, only {kind.partition('-')[0]}" and reasons[1].startswith(
+        "dtype float64, only"
+    )
