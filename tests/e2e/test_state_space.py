@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from pelton_e2e import Reference, generate, greedy, make_llm, make_prompts
 from safetensors.torch import load_file, save_file
 
+from pelton import LoRARequest
 from pelton.errors import ConfigError
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
@@ -138,7 +141,8 @@ def test_batched_and_again(reference: Reference) -> None:
     """A state is not found again: the second time everything is computed, over blocks that others have left."""
     assert reference.min_top2_gap > 1e-4
     assert len({token for ids in reference.outputs for token in ids}) > 10
-    with make_llm(reference.path) as llm:
+    few = BLOCKS.get(reference.family, 8) * (1 if reference.family in WITHOUT_ATTENTION else 2)
+    with make_llm(reference.path, num_gpu_blocks_override=few) as llm:
         for _ in range(2):
             prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
             outputs = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False)
@@ -269,6 +273,50 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rest[f"{layer}.experts.gate_up_proj"] = torch.stack([torch.cat([each["gate"], each["up"]]) for each in one])
         rest[f"{layer}.experts.down_proj"] = torch.stack([each["down"] for each in one])
     return rest
+
+
+REFUSED = r".*(experts\.\d+\..*|router\.layer|(mlp|feed_forward|mixer|moe)\.(gate|router)|shared_expert_gate|kv_b_proj|embed.*|lm_head|A_log)"
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next",
+        "qwen3_5",
+        "granitemoehybrid",
+        "falcon_h1",
+        "nemotron_h-latent",
+        "jamba",
+        "lfm2_moe",
+        "kimi_linear",
+        "olmo_hybrid",
+    ],
+)
+def test_adapters_of_every_matrix(tmp_path: Path, family: str) -> None:
+    """Of those that take one: rows of a matrix that lie apart in a layer's product get theirs."""
+    path = Path(checkpoint(tmp_path, family))
+    weights, random, pairs = load_file(path / "model.safetensors"), torch.Generator().manual_seed(1), {}
+    for name, weight in list(weights.items()):
+        if weight.dim() == 2 and not re.fullmatch(REFUSED, name.removesuffix(".weight")):
+            a, b = (torch.randn(shape, generator=random) * 0.05 for shape in ((4, weight.shape[1]), (len(weight), 4)))
+            own = name.removesuffix(".weight").replace("block_sparse_moe", "mlp")  # as transformers' modules are called
+            pairs |= {f"base_model.model.{own}.lora_A.weight": a, f"base_model.model.{own}.lora_B.weight": b}
+            weights[name] = weight + 2.0 * b @ a
+    (tmp_path / "adapter").mkdir()
+    save_file(pairs, tmp_path / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ".*"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copytree(path, tmp_path / "merged")
+    save_file(weights, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    prompts = make_prompts(VOCAB_SIZE, (5, 33))
+    with make_llm(str(tmp_path / "merged")) as llm:
+        expected = generate(llm, prompts, greedy(NUM_TOKENS))
+    with make_llm(str(path), enable_lora=True) as llm:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+        outputs = llm.generate(given, greedy(NUM_TOKENS), use_tqdm=False, lora_request=request)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) != expected
 
 
 @pytest.mark.parametrize(

@@ -174,15 +174,16 @@ class MergedGateUp(LinearModule):
         post_norm: RMSNorm | None = None,
         bias: bool = False,
         merged: str | None = None,
+        names: tuple[str, str] = ("gate_proj", "up_proj"),
     ) -> None:
         """prefix: of the MLP in the checkpoint. post_norm: of the attention sub-layer, where it has one. merged: name of the tensor
-        where the checkpoint has both in one."""
+        where the checkpoint has both in one; names: of the tensors where they are two."""
         parallel = config.parallel
         if activation not in ACTIVATION_NAMES:
             raise ConfigError(f"hidden_act is {activation!r}; gated layers have {', '.join(ACTIVATION_NAMES)}.")
         width = parallel.share(intermediate_size, "intermediate_size")
         rows = (parallel.rank * width, (parallel.rank + 1) * width)
-        parts = [(name, intermediate_size, rows) for name in ("gate_proj", "up_proj")]
+        parts = [(name, intermediate_size, rows) for name in names]
         shards = merged_shards(prefix, merged, parts, hidden_size)
         weights = config.quantization.create(config, shards, bias=bias)
         super().__init__(weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
@@ -11,10 +10,9 @@ from pelton.layers.linear import ShardLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig, HFConfig
-from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.experts import ExpertNames, SparseMoe
-from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of, renamed
+from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of
 from pelton_plugins.models.normed import NormedLinear, whole_shard
 from pelton_plugins.models.state_layer import StateLayer
 
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
 
     from pelton.attention.metadata import ForwardBatch
 
-_MATRICES = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
-_NAMES = ExpertNames(correction="expert_bias")
+_NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction="expert_bias")
 
 
 class ShortConvMixer(StateLayer):
@@ -69,8 +66,11 @@ class Lfm2ForCausalLM(HybridDecoder):
         return Parts(mixer, self.make_mlp(index, config, prefix))
 
     def make_mlp(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
+        return self.make_dense(_mlp_width(config.hf), config, prefix)
+
+    def make_dense(self, width: int, config: BuildConfig, prefix: str) -> nn.Module:
         norm = self.make_norm(config, f"{prefix}.ffn_norm")
-        return MLP(norm, _mlp_width(config.hf), config=config, prefix=f"{prefix}.feed_forward")
+        return MLP(norm, width, names=("w1", "w3"), down="w2", config=config, prefix=f"{prefix}.feed_forward")
 
     def make_norm(self, config: BuildConfig, prefix: str) -> RMSNorm:
         return RMSNorm(config.hf.hidden_size, eps=_eps(config.hf), config=config, prefix=prefix)
@@ -78,16 +78,13 @@ class Lfm2ForCausalLM(HybridDecoder):
     def is_tied(self, hf: HFConfig) -> bool:
         return bool(hf.get("tie_embedding", hf.get("tie_word_embeddings", True)))
 
-    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
-        return super().load_weights(renamed(weights, _MATRICES))
-
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     def make_mlp(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
-        hf, mlp = config.hf, f"{prefix}.feed_forward"
-        norm = self.make_norm(config, f"{prefix}.ffn_norm")
+        hf = config.hf
         if index < hf.get("num_dense_layers", 2):
-            return MLP(norm, hf.intermediate_size, config=config, prefix=mlp)
+            return self.make_dense(hf.intermediate_size, config, prefix)
+        norm = self.make_norm(config, f"{prefix}.ffn_norm")
         routing = RoutingSpec(
             num_experts=hf.num_experts, top_k=hf.num_experts_per_tok, scoring="sigmoid",
             is_renormalized=bool(hf.get("norm_topk_prob", True)), scale=float(hf.get("routed_scaling_factor", 1.0)),
@@ -95,7 +92,7 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         )  # fmt: skip
         return SparseMoe(
             hf.hidden_size, hf.moe_intermediate_size, routing=routing, activation="silu", norm=norm, names=_NAMES,
-            config=config, prefix=mlp,
+            config=config, prefix=f"{prefix}.feed_forward",
         )  # fmt: skip
 
 

@@ -66,6 +66,8 @@ class UngatedMoe(nn.Module):
                 f"quantization is {config.quantization.name!r}, and {prefix} has experts without a gate, which this version keeps in the "
                 "model's dtype alone. Leave quantization unset, or take a checkpoint that is not quantized."
             )
+        if config.adapters is not None:
+            config.adapters.refuse(prefix, "it belongs to a layer of experts")
         size, self.input_norm, self.routing = config.hf.hidden_size, norm, routing
         self.add_norm = AddedNorm(norm, config=config)
         self.into_latent, self.from_latent = None, None
