@@ -71,13 +71,9 @@ class DeltaRule(BoundAttention):
             count, heads, -1
         )  # its logarithm
         parts = q * layer.state_size**-0.5, k, v.view(count, heads, -1), decay, beta
-        if len(tokens := metadata.tokens):
-            found, states = step(layer.states[metadata.blocks], *(part[tokens] for part in parts))
-            layer.states[metadata.blocks] = states
-            output[tokens] = found.flatten(1).to(output.dtype)
         for row in metadata.rows:
-            found, state = scan(row.before(layer.states), *(part[row.tokens] for part in parts))
-            layer.states[row.block] = state
+            compute = step if row.tokens.stop - row.tokens.start == 1 else scan
+            found = compute(row.state(layer.states), *(part[row.tokens] for part in parts))
             output[row.tokens] = found.flatten(1).to(output.dtype)
 
 
@@ -101,16 +97,17 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
 
 
-def step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each row: states [n, H, D, P], q and k [n, H, D], v [n, H, P], decay [n, H, R], beta [n, H] -> o [n, H, P], states."""
-    states = states * decay.exp()[..., None]
-    known = (k[:, :, None] @ states)[:, :, 0]
-    states = states + k[..., None] * (beta[..., None] * (v - known))[:, :, None]
-    return (q[:, :, None] @ states)[:, :, 0], states
+def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """A row's one token: state [H, D, P], changed in place, q and k [1, H, D], v [1, H, P], decay [1, H, R], beta [1, H] -> o [1, H, P]."""
+    q, k, v, decay, beta = (part[0] for part in (q, k, v, decay, beta))
+    state.mul_(decay.exp()[..., None])
+    known = (k[:, None] @ state)[:, 0]
+    state.addcmul_(k[..., None], (beta[..., None] * (v - known))[:, None])
+    return (q[:, None] @ state).transpose(0, 1)
 
 
-def scan(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """All tokens of a row: the same with L tokens for n rows, state [H, D, P] -> o [L, H, P], state behind them."""
+def scan(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """A row's tokens: the same with L of them -> o [L, H, P]."""
     length, chunk = len(q), min(len(q), CHUNK if decay.shape[-1] == 1 else KEY_CHUNK)
     q, k, v, decay, beta = (_chunked(part, chunk) for part in (q, k, v, decay, beta))
     passed = decay.cumsum(2)  # [H, C, Q, R], logarithms of the decay within a chunk, up to and with a token
@@ -127,8 +124,8 @@ def scan(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Te
     for at in range(q.shape[1]):
         new = written[:, at] - seen[:, at] @ state
         parts.append(asked[:, at] @ state + inside[:, at] @ new)
-        state = kept[:, at] * state + left[:, at] @ new
-    return torch.cat(parts, dim=1)[:, :length].transpose(0, 1), state
+        state.mul_(kept[:, at]).baddbmm_(left[:, at], new)
+    return torch.cat(parts, dim=1)[:, :length].transpose(0, 1)
 
 
 def _between(first: Tensor, second: Tensor, k: Tensor, passed: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,13 +53,8 @@ class SelectiveScan(BoundAttention):
         dt, b, c = layer.selected(x)
         rates, x = -layer.a_log.exp(), x.float()
         parts = dt, dt * x, b, c
-        if len(tokens := metadata.tokens):
-            y, states = step(layer.states[metadata.blocks], rates, *(part[tokens] for part in parts))
-            layer.states[metadata.blocks] = states
-            output[tokens] = (y + layer.d * x[tokens]).to(output.dtype)
         for row in metadata.rows:
-            y, state = scan(row.before(layer.states), rates, *(part[row.tokens] for part in parts))
-            layer.states[row.block] = state
+            y = scan(row.state(layer.states), rates, *(part[row.tokens] for part in parts))
             output[row.tokens] = (y + layer.d * x[row.tokens]).to(output.dtype)
 
 
@@ -69,17 +64,11 @@ class SelectiveScanBackend(StateRows):
     computes: ClassVar[type[BoundAttention]] = SelectiveScan
 
 
-def step(states: Tensor, rates: Tensor, dt: Tensor, given: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each row: states [n, E, N], rates [E, N], dt and given = dt x [n, E], b and c [n, N] -> y [n, E] without D x, states."""
-    states = (dt[..., None] * rates).exp() * states + given[..., None] * b[:, None]
-    return (states @ c[..., None])[..., 0], states
-
-
-def scan(state: Tensor, rates: Tensor, dt: Tensor, given: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """All tokens of a row: the same with L tokens for n rows, state [E, N] -> y [L, E] without D x, state behind them."""
-    state, decay, parts = state.clone(), torch.empty_like(state), []
+def scan(state: Tensor, rates: Tensor, dt: Tensor, given: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """A row's tokens: state [E, N], changed in place, rates [E, N], dt and given = dt x [L, E], b and c [L, N] -> y [L, E] without D x."""
+    decay, parts = torch.empty_like(state), []
     for token in range(len(dt)):
         torch.mul(dt[token, :, None], rates, out=decay).exp_()
         state.mul_(decay).addcmul_(given[token, :, None], b[token])
         parts.append(state @ c[token])
-    return torch.stack(parts), state
+    return torch.stack(parts)

@@ -9,14 +9,13 @@ Shapes: T tokens of a step, H heads, P numbers of a head, N of a state, G groups
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from pelton.attention.interface import AttentionNeeds, BoundAttention
-from pelton_backends.sdpa.state_rows import Row, StateMetadata, StateRows, convolve
+from pelton_backends.sdpa.state_rows import StateMetadata, StateRows, convolve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,12 +55,10 @@ class StateSpace(BoundAttention):
         _, mixed, steps = query.split([inner, width, layer.num_heads], dim=-1)
         parts = self._parts(convolve(layer, mixed, metadata))
         dt = F.softplus(steps.float() + layer.dt_bias).clamp(*layer.dt_limit)
-        if len(tokens := metadata.tokens):
-            x, b, c = (part[tokens] for part in parts)
-            output[tokens] = self._step(x, dt[tokens], b, c, metadata.blocks).to(output.dtype)
         for row in metadata.rows:
             x, b, c = (part[row.tokens] for part in parts)
-            output[row.tokens] = self._row(x, dt[row.tokens], b, c, row).to(output.dtype)
+            y = _row(row.state(layer.states), x, dt[row.tokens], b, c, layer.a_log) + layer.d[:, None] * x
+            output[row.tokens] = y.flatten(1).to(output.dtype)
 
     def _parts(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [n, H, P], B and C [n, H, N] float32 of what came through the convolution."""
@@ -72,24 +69,6 @@ class StateSpace(BoundAttention):
         b, c = (part.view(count, layer.num_groups, -1).repeat_interleave(repeats, dim=1) for part in (b, c))
         return x.view(count, layer.num_heads, layer.head_dim), b, c
 
-    def _step(self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, blocks: Tensor) -> Tensor:
-        """One token of each row: x [n, H, P], dt [n, H], b and c [n, H, N] -> [n, E]"""
-        layer = self.layer
-        decay = torch.exp(-dt * layer.a_log.exp())[..., None, None]
-        states = layer.states[blocks] * decay + (dt[..., None] * x)[..., None] * b[:, :, None]
-        layer.states[blocks] = states
-        return ((states @ c[..., None])[..., 0] + layer.d[:, None] * x).flatten(1)
-
-    def _row(self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, row: Row) -> Tensor:
-        """All tokens of a row: the same with L tokens -> [L, E]"""
-        layer, parts = self.layer, []
-        state = row.before(layer.states)
-        for chunk in _chunks(len(x)):
-            y, state = _scan(x[chunk], dt[chunk], b[chunk], c[chunk], layer.a_log, state)
-            parts.append(y)
-        layer.states[row.block] = state
-        return (torch.cat(parts) + layer.d[:, None] * x).flatten(1)
-
 
 class StateSpaceBackend(StateRows):
     name: ClassVar[str] = "state_space"
@@ -97,12 +76,19 @@ class StateSpaceBackend(StateRows):
     computes: ClassVar[type[BoundAttention]] = StateSpace
 
 
-def _chunks(length: int) -> Sequence[slice]:
-    return [slice(start, start + CHUNK) for start in range(0, length, CHUNK)]
+def _row(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor) -> Tensor:
+    """A row's tokens: state [H, P, N], changed in place, x [L, H, P], dt [L, H], b and c [L, H, N] -> y [L, H, P] without D x."""
+    if len(x) > 1:
+        chunks = [slice(start, start + CHUNK) for start in range(0, len(x), CHUNK)]
+        return torch.cat([_scan(state, x[chunk], dt[chunk], b[chunk], c[chunk], a_log) for chunk in chunks])
+    state.mul_(torch.exp(-dt[0] * a_log.exp())[:, None, None]).addcmul_(
+        (dt[0, :, None] * x[0])[..., None], b[0, :, None]
+    )
+    return (state @ c[0, ..., None])[None, ..., 0]
 
 
-def _scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of one chunk: x [Q, H, P], dt [Q, H], b and c [Q, H, N], state [H, P, N] -> y [Q, H, P] without D x, state behind them."""
+def _scan(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor) -> Tensor:
+    """The same for Q tokens of one chunk."""
     passed = torch.cumsum(-dt * a_log.exp(), dim=0).t()  # [H, Q], logarithms of the decay up to and with a token
     is_before = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     between = (passed[:, :, None] - passed[:, None, :]).masked_fill(~is_before, -torch.inf).exp()  # [H, Q, Q]
@@ -111,4 +97,5 @@ def _scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, state: Ten
     inside = (c @ b.transpose(1, 2) * between) @ given
     from_before = passed.exp()[..., None] * (c @ state.transpose(1, 2))
     left = (passed[:, -1:] - passed).exp()[..., None] * given
-    return (inside + from_before).transpose(0, 1), passed[:, -1].exp()[:, None, None] * state + left.transpose(1, 2) @ b
+    state.mul_(passed[:, -1].exp()[:, None, None]).baddbmm_(left.transpose(1, 2), b)
+    return (inside + from_before).transpose(0, 1)
