@@ -10,7 +10,7 @@ from torch import nn
 
 from pelton.errors import ConfigError
 from pelton.layers.linear import ShardLinear
-from pelton.quantization.plain import PlainWeights
+from pelton.quantization.plain import decoded_weights
 from pelton_plugins.models.normed import BareLinear, NormedLinear, whole_shard
 from pelton_plugins.models.parallel import AddedNorm
 
@@ -61,7 +61,8 @@ class UngatedMoe(nn.Module):
         """width: I; shared_width: the same of the MLP that every token takes. latent_size: L, where it is not H. bias: of all products but
         the experts' own."""
         super().__init__()
-        if config.quantization.name != PlainWeights.name:
+        method = decoded_weights(config)
+        if method is None:
             raise ConfigError(
                 f"quantization is {config.quantization.name!r}, and {prefix} has experts without a gate, which this version keeps in the "
                 "model's dtype alone. Leave quantization unset, or take a checkpoint that is not quantized."
@@ -79,10 +80,12 @@ class UngatedMoe(nn.Module):
         count, inner = routing.num_experts, latent_size or size
         self.router = _parameter(config, f"{prefix}.gate.weight", count, size, dtype=torch.float32)
         self.correction = _parameter(config, f"{prefix}.gate.e_score_correction_bias", count, dtype=torch.float32)
-        self.up, self.down = config.empty(count, width, inner), config.empty(count, inner, width)
+        self.up, self.down = (
+            nn.Parameter(config.empty(count, *shape), requires_grad=False) for shape in ((width, inner), (inner, width))
+        )
         for expert in range(count):
             for name, matrix in (("up_proj", self.up[expert]), ("down_proj", self.down[expert])):
-                config.weights.expect(f"{prefix}.experts.{expert}.{name}.weight", tuple(matrix.shape), matrix)
+                method.expect(config, whole_shard(f"{prefix}.experts.{expert}.{name}", *matrix.shape), matrix)
         shared = f"{prefix}.shared_experts"
         self.shared_up = BareLinear([whole_shard(f"{shared}.up_proj", shared_width, size)], bias=bias, config=config)
         self.shared_down = ShardLinear(whole_shard(f"{shared}.down_proj", size, shared_width), bias=bias, config=config)
@@ -91,19 +94,30 @@ class UngatedMoe(nn.Module):
         x, residual = self.add_norm(hidden, residual)
         experts, shares = route(F.linear(x.float(), self.router), self.correction, self.routing)
         latent = x if self.into_latent is None else self.into_latent(x)
-        result = self._chosen(latent, experts, shares)
+        sum_of = sum_of_chosen if x.device.type == "cpu" else sum_of_all
+        result = sum_of(latent, experts, shares, self.up, self.down)
         if self.from_latent is not None:
             result = self.from_latent(result)
         return result + self.shared_down(relu2(self.shared_up(x))), residual
 
-    def _chosen(self, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
-        """The weighted sum of each token's experts: x [T, L], experts and shares [T, k] -> [T, L]."""
-        result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for index in experts.unique().tolist():
-            tokens, place = torch.where(experts == index)
-            out = F.linear(relu2(F.linear(x[tokens], self.up[index])), self.down[index])
-            result.index_add_(0, tokens, out.float() * shares[tokens, place, None])
-        return result.to(x.dtype)
+
+def sum_of_chosen(x: Tensor, experts: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The weighted sum of each token's experts: x [T, L], experts and shares [T, k], up [E, I, L], down [E, L, I] -> [T, L]."""
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for index in experts.unique().tolist():
+        tokens, place = torch.where(experts == index)
+        out = F.linear(relu2(F.linear(x[tokens], up[index])), down[index])
+        result.index_add_(0, tokens, out.float() * shares[tokens, place, None])
+    return result.to(x.dtype)
+
+
+def sum_of_all(x: Tensor, experts: Tensor, shares: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The same without a question to the device: every expert computes every token. Right, and slow."""
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for index in range(len(up)):
+        share = torch.where(experts == index, shares, 0.0).sum(dim=-1, keepdim=True)
+        result += F.linear(relu2(F.linear(x, up[index])), down[index]).float() * share
+    return result.to(x.dtype)
 
 
 def route(logits: Tensor, correction: Tensor, spec: RoutingSpec) -> tuple[Tensor, Tensor]:
