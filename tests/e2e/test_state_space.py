@@ -333,3 +333,34 @@ def test_adapters_of_every_matrix(tmp_path: Path, family: str) -> None:
 def test_what_a_state_does_not_go_with(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_llm(checkpoint(tmp_path, "bamba"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (
+            "qwen3_5",
+            {"layer_types": ["full_attention"]},
+            "layer_types has 1 entries; expected one for each of 4 layers",
+        ),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "linear_attention"] * 2},
+            "Layer 1 is 'linear_attention' in layer_types; this model has",
+        ),
+        (
+            "nemotron_h",
+            {"layers_block_type": ["moe", "own"]},
+            "Layer 1 is 'own' in config.json; this model has mamba, attention",
+        ),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; this model has relu2"),
+        ("qwen3_5", {"linear_num_value_heads": 3}, "has 3 heads in 2 groups"),
+        ("bamba", {"mamba_d_head": 20}, "mamba_n_heads is 8 and mamba_d_head 20, which do not make 128 numbers"),
+    ],
+)
+def test_fields_that_do_not_fit(tmp_path: Path, family: str, change: dict[str, Any], message: str) -> None:
+    path = Path(checkpoint(tmp_path, family))
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, **change}))
+    with pytest.raises(ConfigError, match=message):
+        make_llm(str(path))

@@ -8,7 +8,7 @@ from pelton.errors import ConfigError
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig, HFConfig
-from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of
+from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of, layer_kind
 from pelton_plugins.models.state_space import Mamba2Mixer, dt_limit
 
 
@@ -59,7 +59,5 @@ def mixer_head_dim(config: BuildConfig, inner: int) -> int:
 
 def has_attention(index: int, hf: HFConfig) -> bool:
     """From `layer_types`, or from the older list of layers."""
-    types = hf.get("layer_types")
-    if types is not None:
-        return bool(types[index] in ("full_attention", "attention"))
-    return index in (hf.get("attn_layer_indices") or ())
+    kind = layer_kind(index, hf)
+    return kind == "full_attention" if kind is not None else index in (hf.get("attn_layer_indices") or ())

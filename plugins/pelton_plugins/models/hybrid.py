@@ -11,6 +11,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
+from pelton.errors import ConfigError
 from pelton.layers.attention import AttentionLayer
 from pelton.layers.decoder import Decoder
 from pelton.layers.embedding import LMHead, VocabEmbedding
@@ -143,6 +144,28 @@ class HybridDecoder(Decoder):
 
     def embedding_scale(self, hf: HFConfig) -> float | None:
         return None
+
+
+_OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def layer_kind(index: int, hf: HFConfig, *others: str) -> str | None:
+    """Return what config.json's `layer_types` says of a layer, by transformers' newer names; None without the field. others: kinds that the
+    model has instead of linear_attention."""
+    kinds, known = hf.get("layer_types"), ("full_attention", *(others or ("linear_attention",)))
+    if kinds is None:
+        return None
+    if len(kinds) != hf.num_hidden_layers:
+        raise ConfigError(
+            f"layer_types has {len(kinds)} entries; expected one for each of {hf.num_hidden_layers} layers (num_hidden_layers). Fix "
+            "config.json."
+        )
+    kind = _OLD_KINDS.get(kinds[index], kinds[index])
+    if kind not in known:
+        raise ConfigError(
+            f"Layer {index} is {kind!r} in layer_types; this model has {', '.join(known)}. Fix config.json."
+        )
+    return str(kind)
 
 
 def head_dim_of(hf: HFConfig) -> int:

@@ -17,7 +17,7 @@ from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.deepseek import MLAAttention
 from pelton_plugins.models.experts import ExpertNames, GatedMLP, SparseMoe
-from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts, renamed
+from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts, layer_kind, renamed
 from pelton_plugins.models.normed import NormedLinear, whole_shard
 from pelton_plugins.models.state_layer import StateLayer
 
@@ -125,9 +125,9 @@ def _linear_fields(hf: HFConfig) -> dict[str, Any]:
 
 def _has_attention(index: int, hf: HFConfig) -> bool:
     """From `layer_types`, or from a list of layers that counts from 1."""
-    types = hf.get("layer_types")
-    if types is not None:
-        return bool(types[index] == "full_attention")
+    kind = layer_kind(index, hf)
+    if kind is not None:
+        return kind == "full_attention"
     return index + 1 in hf.get("linear_attn_config", {}).get("full_attn_layers", ())
 
 

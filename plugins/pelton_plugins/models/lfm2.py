@@ -12,7 +12,7 @@ from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.experts import ExpertNames, SparseMoe
-from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of
+from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of, layer_kind
 from pelton_plugins.models.normed import NormedLinear, whole_shard
 from pelton_plugins.models.state_layer import StateLayer
 
@@ -97,10 +97,10 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
 
 
 def _has_attention(index: int, hf: HFConfig) -> bool:
-    types = hf.get("layer_types")
-    if types is not None:
-        return bool(types[index] != "conv")
-    return index in hf.get("full_attn_idxs", range(hf.num_hidden_layers))
+    kind = layer_kind(index, hf, "conv")
+    return (
+        kind == "full_attention" if kind is not None else index in hf.get("full_attn_idxs", range(hf.num_hidden_layers))
+    )
 
 
 def _eps(hf: HFConfig) -> float:

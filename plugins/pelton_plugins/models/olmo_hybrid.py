@@ -13,7 +13,7 @@ from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
 from pelton.quantization.interface import LinearShard
 from pelton_plugins.models.delta_net import GatedDeltaNet
-from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts, renamed
+from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts, layer_kind, renamed
 from pelton_plugins.models.normed import whole_shard
 from pelton_plugins.models.olmo2 import Olmo2DecoderLayer
 
@@ -53,8 +53,8 @@ class OlmoAttentionLayer(Olmo2DecoderLayer):
 class OlmoHybridForCausalLM(HybridDecoder):
     def make_layer(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
         hf = config.hf
-        types = hf.get("layer_types")
-        if types[index] == "full_attention" if types is not None else index % 4 == 3:
+        kind = layer_kind(index, hf)
+        if kind == "full_attention" if kind is not None else index % 4 == 3:
             return OlmoAttentionLayer(index, config=config, prefix=prefix)
         mixer = OlmoDeltaNet(
             self.make_norm(config, f"{prefix}.input_layernorm"),

@@ -17,7 +17,7 @@ from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.loading import LazyWeight
 from pelton_plugins.models.delta_net import GatedDeltaNet, GroupedDeltaNet
-from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts
+from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts, layer_kind
 from pelton_plugins.models.normed import NormedLinear, shards_by_group, whole_shard
 from pelton_plugins.models.qwen2_moe import qwen_experts
 from pelton_plugins.models.stacked_experts import one_for_each_expert
@@ -91,9 +91,9 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
 
 def _has_attention(index: int, hf: HFConfig) -> bool:
     """From `layer_types`, or every n-th."""
-    types = hf.get("layer_types")
-    if types is not None:
-        return bool(types[index] == "full_attention")
+    kind = layer_kind(index, hf)
+    if kind is not None:
+        return kind == "full_attention"
     return (index + 1) % int(hf.get("full_attention_interval", 4)) == 0
 
 
