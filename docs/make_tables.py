@@ -335,7 +335,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "decode context parallel": {"decode_context_parallel": 2},
 }
 
-STATES = ("state", "delta_rule", "key_delta_rule", "selective_scan", "short_conv")
+STATES = ("state", "delta_rule", "key_delta_rule", "selective_scan", "short_conv", "lightning")
 """And of layers with a state, the attention types."""
 ATTENTION_TYPES: dict[str, dict[str, Any]] = {
     "decoder": {}, "encoder": {}, "cross": {}, "indexer": {"head_dim": 128},

@@ -81,6 +81,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_head_dim": 16, "linear_num_heads": 4, "kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
         "v_head_dim": 20, "layer_types": MIXED, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     }),
+    "minimax": ("MiniMax", {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 32, "full_attn_alpha_factor": 1.3,
+        "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.9, "mlp_alpha_factor": 1.1,
+        "mlp_beta_factor": 0.7,
+    }),
 }  # fmt: skip
 BLOCKS = {
     "qwen3_next": 23,
@@ -91,6 +96,7 @@ BLOCKS = {
     "lfm2_moe": 17,
     "olmo_hybrid": 17,
     "kimi_linear": 11,
+    "minimax": 17,
 }
 """With which three prompts of 64 tokens fit, and hardly more; others: 8."""
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")

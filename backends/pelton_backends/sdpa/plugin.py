@@ -18,6 +18,7 @@ _STATES = (
         "states of layers whose keys' numbers each have a decay (Kimi Linear)",
     ),
     ("selective_scan", "selective_scan:SelectiveScanBackend", "states of Mamba's layers"),
+    ("lightning", "lightning:LightningBackend", "states of lightning attention (MiniMax-Text-01)"),
     ("short_conv", "short_conv:ShortConvBackend", "short convolutions between gates"),
 )
 """Layers with states: name, class, what it computes."""

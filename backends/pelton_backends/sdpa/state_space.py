@@ -57,7 +57,7 @@ class StateSpace(BoundAttention):
         dt = F.softplus(steps.float() + layer.dt_bias).clamp(*layer.dt_limit)
         for row in metadata.rows:
             x, b, c = (part[row.tokens] for part in parts)
-            y = _row(row.state(layer.states), x, dt[row.tokens], b, c, layer.a_log) + layer.d[:, None] * x
+            y = scan(row.state(layer.states), x, dt[row.tokens], b, c, layer.a_log) + layer.d[:, None] * x
             output[row.tokens] = y.flatten(1).to(output.dtype)
 
     def _parts(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,18 +76,18 @@ class StateSpaceBackend(StateRows):
     computes: ClassVar[type[BoundAttention]] = StateSpace
 
 
-def _row(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor) -> Tensor:
+def scan(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor) -> Tensor:
     """A row's tokens: state [H, P, N], changed in place, x [L, H, P], dt [L, H], b and c [L, H, N] -> y [L, H, P] without D x."""
     if len(x) > 1:
         chunks = [slice(start, start + CHUNK) for start in range(0, len(x), CHUNK)]
-        return torch.cat([_scan(state, x[chunk], dt[chunk], b[chunk], c[chunk], a_log) for chunk in chunks])
+        return torch.cat([_scan_chunk(state, x[chunk], dt[chunk], b[chunk], c[chunk], a_log) for chunk in chunks])
     state.mul_(torch.exp(-dt[0] * a_log.exp())[:, None, None]).addcmul_(
         (dt[0, :, None] * x[0])[..., None], b[0, :, None]
     )
     return (state @ c[0, ..., None])[None, ..., 0]
 
 
-def _scan(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor) -> Tensor:
+def _scan_chunk(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor) -> Tensor:
     """The same for Q tokens of one chunk."""
     passed = torch.cumsum(-dt * a_log.exp(), dim=0).t()  # [H, Q], logarithms of the decay up to and with a token
     is_before = torch.ones(len(x), len(x), dtype=torch.bool).tril()

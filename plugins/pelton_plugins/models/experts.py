@@ -242,6 +242,13 @@ class SparseMoe(nn.Module):
         self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """-> (the layer's bare output [T, H], residual [T, H]). tokens [T] int64: which of the step's tokens the rows are; None: all."""
+        result, _, residual = self.with_input(hidden, residual, batch, tokens)
+        return result, residual
+
+    def with_input(
+        self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same, with what the experts read, [T, H], between the two."""
         slots = batch.slot_mappings[0] if batch.slot_mappings else batch.positions  # the memory profile has no slots
         if tokens is not None:
             slots = slots.index_select(0, tokens)
@@ -253,7 +260,7 @@ class SparseMoe(nn.Module):
             if self.shared_gate is not None:
                 always = torch.sigmoid(nn.functional.linear(x, self.shared_gate)) * always
             result = result + always
-        return result, residual
+        return result, x, residual
 
     def place_experts(self, placement: list[int], ranks: Communicator) -> None:
         """Bring experts to other places, on all ranks at once, between two steps: `placement[i]` is the expert that place i gets. Where

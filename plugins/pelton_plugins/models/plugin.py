@@ -71,6 +71,13 @@ def pelton_models() -> Sequence[ModelEntry]:
         _entry(
             "kimi_linear", "KimiLinearForCausalLM", "Kimi Linear: delta rule by key, latent attention, experts; on CPUs"
         ),
+        ModelEntry(
+            name="minimax",
+            load="pelton_plugins.models.minimax:MiniMaxForCausalLM",
+            architectures=("MiniMaxForCausalLM",),
+            config_defaults=(("rope_theta", 1e6), ("rms_norm_eps", 1e-5)),
+            doc="MiniMax-Text-01: lightning attention, some layers with attention, experts; on CPUs",
+        ),
         _entry("jamba", "JambaForCausalLM", "Jamba: Mamba's layers, some with attention, experts; on CPUs"),
         *(
             ModelEntry(

@@ -17,6 +17,7 @@ from torch import Tensor
 from pelton.attention.interface import AttentionNeeds
 from pelton.attention.metadata import CommonMetadata
 from pelton_backends.sdpa.delta_rule import CHUNK, KEY_CHUNK, DeltaRuleBackend, KeyDeltaRuleBackend
+from pelton_backends.sdpa.lightning import LightningBackend
 from pelton_backends.sdpa.selective_scan import SelectiveScanBackend
 from pelton_backends.sdpa.short_conv import ShortConvBackend
 from pelton_backends.sdpa.state_rows import StateRows
@@ -111,6 +112,19 @@ def conv_recurrence(layer: Any, rows: Tensor) -> Tensor:
     return behind * convolved(layer, before * x)
 
 
+def lightning_layer() -> Any:
+    return SimpleNamespace(num_heads=H, head_dim=P, slopes=torch.rand(H), states=pool(H, P, P))
+
+
+def lightning_recurrence(layer: Any, rows: Tensor) -> Tensor:
+    q, k, v = (part.unflatten(-1, (H, P)) for part in F.silu(rows[:, : 3 * H * P].double()).split(H * P, dim=-1))
+    state, found = torch.zeros(H, P, P, dtype=torch.float64), []
+    for t in range(len(rows)):
+        state = torch.exp(-layer.slopes.double())[:, None, None] * state + k[t][..., None] * v[t][:, None]
+        found.append((q[t][:, None] @ state)[:, 0])
+    return torch.stack(found).flatten(1)
+
+
 KINDS = {
     "delta_rule": Kind(
         backend=DeltaRuleBackend, columns=2 * G * D + H * P + 2 * H + 7, inner=H * P, make=delta_layer,
@@ -126,6 +140,9 @@ KINDS = {
     ),
     "selective_scan": Kind(
         backend=SelectiveScanBackend, columns=2 * E, inner=E, make=scan_layer, recurrence=scan_recurrence
+    ),
+    "lightning": Kind(
+        backend=LightningBackend, columns=4 * H * P, inner=H * P, make=lightning_layer, recurrence=lightning_recurrence
     ),
     "short_conv": Kind(backend=ShortConvBackend, columns=3 * E, inner=E, make=conv_layer, recurrence=conv_recurrence),
 }  # fmt: skip
