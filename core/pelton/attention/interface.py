@@ -46,7 +46,7 @@ class AttentionNeeds:
     logit_soft_cap: float | None = None
     has_sinks: bool = False
     has_alibi: bool = False
-    attention_type: str = "decoder"  # decoder, encoder, cross, indexer; of layers with states: state (Mamba-2), delta_rule and others
+    attention_type: str = "decoder"  # decoder, encoder, cross, indexer, state, and other kinds of states
     is_mla: bool = False  # keys are latents [head_dim] that all heads read, values their first `latent_dim` numbers
     is_sparse: bool = False  # each token attends to those that an indexer chooses for it
     has_mm_prefix: bool = False
