@@ -12,7 +12,7 @@ from pelton_backends.sdpa.encoder import SDPAEncoderBackend
 from pelton_backends.sdpa.mla import SDPAMLABackend
 from pelton_backends.sdpa.plugin import pelton_attention_backends
 from pelton_backends.sdpa.sparse import SDPASparseBackend
-from pelton_backends.sdpa.state_space import StateSpaceBackend
+from pelton_backends.sdpa.state_rows import StateRows
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
 
@@ -71,8 +71,10 @@ def test_is_offered_as_the_reference():
     offered = [(entry.name, entry.priority, entry.resolve()) for entry in pelton_attention_backends("cpu")]
     encoder = ("sdpa_encoder", 10, SDPAEncoderBackend)
     latents = [("sdpa_mla", 10, SDPAMLABackend), ("sdpa_sparse", 10, SDPASparseBackend)]
-    states = ("state_space", 10, StateSpaceBackend)
-    assert offered == [encoder, ("sdpa", 10, SDPABackend), latents[0], states, latents[1]]
+    states = {"state_space", "delta_rule", "key_delta_rule", "selective_scan", "lightning", "short_conv"}
+    assert [one for one in offered if one[0] not in states] == [encoder, ("sdpa", 10, SDPABackend), *latents]
+    found = {name: backend for name, priority, backend in offered if priority == 10 and issubclass(backend, StateRows)}
+    assert states == set(found) and all(backend.name == name for name, backend in found.items())
     elsewhere = pelton_attention_backends("cuda")
     assert [(entry.name, entry.priority, entry.resolve()) for entry in elsewhere] == offered[:2]
     assert SDPABackend.graph_support is GraphSupport.NEVER
