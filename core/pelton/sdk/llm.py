@@ -377,7 +377,12 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """Return what was counted so far; empty with disable_log_stats."""
-        return self.llm_engine.get_metrics()
+        if not self._turn.acquire(blocking=False):  # another thread steps
+            return self.llm_engine.stat_loggers.snapshot()
+        try:
+            return self.llm_engine.get_metrics()
+        finally:
+            self._turn.release()
 
     def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
         """Call a method of the engine, or `worker.NAME` of its workers, between two steps: `call("worker.start_profile", folder)`."""

@@ -164,6 +164,11 @@ class LLMEngine:
         return self.output_processor.num_unfinished
 
     def get_metrics(self) -> list[Metric]:
+        """Return what was counted. Once all requests have ended, what the engine has still to tell is taken in before."""
+        if not self.has_unfinished_requests() and self.client.error is None:
+            self.client.call("check_health")  # one in another process tells all before it answers
+            while self.client.has_work:
+                self.step_with_stats()
         return self.stat_loggers.snapshot()
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
