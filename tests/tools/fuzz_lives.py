@@ -177,6 +177,10 @@ def random_settings(rng: random.Random, folder: Path, kind: str) -> dict[str, An
     ):  # fmt: skip
         if rng.random() < share:
             settings |= more
+    if kind in WITH_STATES:
+        settings.pop("speculative_config", None), settings.pop("kv_transfer_config", None)
+    if "kv_transfer_config" in settings:
+        settings["disable_hybrid_kv_cache_manager"] = True
     if kind in ADAPTED and rng.random() < 0.4 and "speculative_config" not in settings:
         settings |= {"enable_lora": True, "max_loras": rng.choice([1, 2]), "max_lora_rank": 8, "max_cpu_loras": 3}
     return settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ class LLMEngine:
         self.stat_loggers.engine_started(self.info)
         self._load_adapters()
         self._next_log = time.monotonic() + self.config.observability.log_stats_interval_s
-        self._is_closed = False
+        self._is_closed, self.turn = False, threading.RLock()
 
     def _load_adapters(self) -> None:
         """Those that `lora_modules` names."""
@@ -164,12 +165,23 @@ class LLMEngine:
         return self.output_processor.num_unfinished
 
     def get_metrics(self) -> list[Metric]:
-        """Return what was counted. Once all requests have ended, what the engine has still to tell is taken in before."""
-        if not self.has_unfinished_requests() and self.client.error is None:
-            self.client.call("check_health")  # one in another process tells all before it answers
-            while self.client.has_work:
-                self.step_with_stats()
+        if self.client.error is None and not self.has_unfinished_requests():
+            self._call_at_rest("check_health")  # one in another process tells all before it answers
+            self.come_to_rest()
         return self.stat_loggers.snapshot()
+
+    def come_to_rest(self) -> None:
+        """Take in what the engine has still to do and to tell behind the last request's end: it holds blocks and slots."""
+        if self.turn.acquire(blocking=False):  # else another thread steps
+            try:
+                while not self.has_unfinished_requests() and self.client.has_work:
+                    self.step_with_stats()
+            finally:
+                self.turn.release()
+
+    def _call_at_rest(self, method: str) -> Any:
+        self.come_to_rest()
+        return self.client.call(method)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the engine read an adapter before a request names it. Raises `RequestError` for one that it cannot serve."""
@@ -200,11 +212,11 @@ class LLMEngine:
         return True
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self.client.call("reset_prefix_cache"))
+        return bool(self._call_at_rest("reset_prefix_cache"))
 
     def kv_cache_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""
-        return float(self.client.call("kv_cache_usage"))
+        return float(self._call_at_rest("kv_cache_usage"))
 
     def shutdown(self) -> None:
         """End the engine and free its memory. Idempotent."""
