@@ -313,6 +313,13 @@ class TestJsonCalls(OutputParserConformance):
     samples = (
         sample('[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"name": "get_time", "parameters": {}}]', *PARIS, *NOW),
         sample(' {"name": "get_weather", "parameters": {"city": "Paris"}}', *PARIS),
+        # Cut off in a further call: its beginning is no text, not so what is not the beginning of a call.
+        *(
+            sample('[{"name": "get_weather", "parameters": {"city": "Paris"}}' + cut, *PARIS)
+            for cut in (",", ", {", ', {"na', ', {"name": "get_t', ', {"name": "get_time"', ', {"name": "get_time", "par')
+        ),
+        sample('[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"x" 1', *PARIS, Content('{"x" 1')),
+        sample('[{"na', Content('[{"na')),
         sample("[]", Content("[]")),
     )  # fmt: skip
 
