@@ -28,6 +28,7 @@ from pelton.utils.threads import take_short_turns
 from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.errors import UnavailableError
+from pelton_plugins.server.low_priority import LowPriority
 from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.wire import BoundedHttpProtocol
 
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from pelton.engine.client import EngineClient
     from pelton_plugins.server.ahead import EngineAhead
     from pelton_plugins.server.processes.owner import Owner
-
-NICENESS = 5
-"""Of the process that serves beside an engine on a CPU."""
 
 logger = get_logger(__name__)
 
@@ -71,6 +69,7 @@ class Server:
             self.state.tracing = make_tracing(
                 config.otlp_traces_endpoint, detailed=bool(config.collect_detailed_traces)
             )
+        self.priority = LowPriority()
         self._uvicorn: _Uvicorn | None = None
         self._num_signals = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -147,7 +146,7 @@ class Server:
             _shutdown(llm)
             raise
         if llm.info.report.platform == "cpu":
-            lower_priority()
+            self.priority.lower()
         self.state.llm = llm
         self._announce(llm, time.perf_counter() - started)
 
@@ -158,7 +157,7 @@ class Server:
         from pelton.engine.process_client import ProcessClient
 
         connection = None if options or self.ahead is None else self.ahead.take()
-        return ProcessClient(*arguments, connection=connection, **options)
+        return ProcessClient(*arguments, connection=connection, **{"connect": self.priority.connect} | options)
 
     def _on_loaded(self, task: asyncio.Task[None]) -> None:
         """A server whose engine did not start ends; `_exit_code` says why."""
@@ -255,15 +254,6 @@ def _shutdown(llm: Any) -> None:
     """AsyncLLM's own shutdown; an engine that is dead already is not news here."""
     with contextlib.suppress(EngineDeadError):
         llm.shutdown()
-
-
-def lower_priority(by: int = NICENESS) -> None:
-    """Lower the priority of this process: its engine, which has started already, computes on the same cores."""
-    with contextlib.suppress(OSError):  # Linux has one for each thread, others have no such folder
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):
-                now = os.getpriority(os.PRIO_PROCESS, int(thread))
-                os.setpriority(os.PRIO_PROCESS, int(thread), now + by)
 
 
 def check_tls(config: ServerConfig) -> None:

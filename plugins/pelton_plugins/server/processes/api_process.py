@@ -30,7 +30,7 @@ from pelton_plugins.server.processes import control
 from pelton_plugins.server.processes.joined_client import JoinedClient
 from pelton_plugins.server.processes.load_counts import LoadCounts
 from pelton_plugins.server.responses import act_here
-from pelton_plugins.server.serve import Server, lower_priority
+from pelton_plugins.server.serve import Server
 
 if TYPE_CHECKING:
     from pelton.messages.report import EngineInfo
@@ -159,7 +159,7 @@ class ApiServer(Server):
         self._llm = llm
         await self._change_engines(0.0)  # there may be others by now
         if llm.info.report.platform == "cpu":
-            lower_priority()
+            self.priority.lower()
         assert self.state.parsers is not None
         self.state.parsers.of_model(llm)
         self.state.llm = llm
