@@ -179,6 +179,7 @@ class EngineCore:
             logger.exception("Adding request %s failed.", request.request_id)
             raise EngineError(f"Internal error while adding the request: {type(error).__name__}: {error}") from error
         self._request_ids.add(request.request_id)
+        self._has_news = True  # it may wait for something that no step brings
 
     def try_add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; what refuses it becomes its output."""

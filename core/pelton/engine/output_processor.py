@@ -214,7 +214,7 @@ class OutputProcessor:
             times = sequence.times
             if times.last_token is None:
                 times.first_token = stamp
-                self._note_first_token(sequence, stats, now)
+                self._note_first_token(sequence, output, stats, now)
             elif self._log_stats:
                 stats.inter_token_latencies_s.append(stamp - times.last_token)
             times.last_token = stamp
@@ -222,7 +222,7 @@ class OutputProcessor:
                 sequence.new_logprobs.append(output.logprobs.head(kept))
         if output.pooled is not None:
             request.pooled = output.pooled
-            self._note_first_token(sequence, stats, now)
+            self._note_first_token(sequence, output, stats, now)
         if sequence.finish_reason is not None:  # by a stop string
             if output.finish_reason is None:
                 done.stopped.append(sequence.engine_id)
@@ -253,7 +253,9 @@ class OutputProcessor:
             )
         )  # fmt: skip
 
-    def _note_first_token(self, sequence: SequenceState, stats: IterationStats, now: float) -> None:
+    def _note_first_token(
+        self, sequence: SequenceState, output: EngineOutput, stats: IterationStats, now: float
+    ) -> None:
         request = sequence.request
         ttft_s = now - request.arrival
         if request.ttft_s is None:
@@ -261,6 +263,7 @@ class OutputProcessor:
         stats.time_to_first_tokens_s.append(ttft_s)
         stats.num_prompt_tokens += len(request.processed.prompt_token_ids)
         stats.num_cached_prompt_tokens += sequence.num_cached_tokens or 0
+        stats.num_external_prompt_tokens += output.num_external_tokens
 
     def _finish(self, sequence: SequenceState, output: EngineOutput, now: float, done: Processed) -> None:
         """The engine ended it."""

@@ -70,6 +70,7 @@ class GatheredStats:
         into = self._gathered
         into.num_prompt_tokens += stats.num_prompt_tokens
         into.num_cached_prompt_tokens += stats.num_cached_prompt_tokens
+        into.num_external_prompt_tokens += stats.num_external_prompt_tokens
         into.num_generation_tokens += stats.num_generation_tokens
         into.num_preempted_reqs += stats.num_preempted_reqs
         into.time_to_first_tokens_s += stats.time_to_first_tokens_s
