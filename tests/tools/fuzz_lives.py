@@ -115,7 +115,9 @@ def random_life(rng: random.Random, folder: Path, kind: str, settings: dict[str,
     size, longest = settings["block_size"], settings["max_model_len"]
     common = [random.Random(f"{kind} common").choice(VOCABULARY) for _ in range(1)]
     common = [VOCABULARY[(7 * place * place + 3 * place + common[0]) % len(VOCABULARY)] for place in range(longest)]
-    length = rng.choice([1, 2, size - 1, size, size + 1, 2 * size, rng.randint(1, longest - 1), longest - 1, longest - 2])
+    length = rng.choice(
+        [1, 2, size - 1, size, size + 1, 2 * size, rng.randint(1, longest - 1), longest - 1, longest - 2]
+    )
     length = max(1, min(length, longest - 1))
     prompt = [rng.choice(VOCABULARY) for _ in range(length)]
     if rng.random() < 0.6:
@@ -139,7 +141,9 @@ def random_life(rng: random.Random, folder: Path, kind: str, settings: dict[str,
     if settings.get("kv_transfer_config") and rng.random() < 0.3:
         more["kv_transfer_params"] = rng.choice([{"load": False}, {"save": False}])
     life = Life(prompt, sampling, adapter, more)
-    if rng.random() < 0.35 and sampling.get("n", 1) == 1:  # a stop string of its own text, over an end of a token at times
+    if (
+        rng.random() < 0.35 and sampling.get("n", 1) == 1
+    ):  # a stop string of its own text, over an end of a token at times
         text = alone(folder, kind, life, longest)[0].text
         if text:
             begin = rng.randrange(len(text))
@@ -208,7 +212,9 @@ def make_engine(settings: dict[str, Any]) -> LLMEngine:
 class Campaign:
     """One engine, and the requests that live in it."""
 
-    def __init__(self, folder: Path, kind: str, rng: random.Random, settings: dict[str, Any], engine: LLMEngine) -> None:
+    def __init__(
+        self, folder: Path, kind: str, rng: random.Random, settings: dict[str, Any], engine: LLMEngine
+    ) -> None:
         self.folder, self.kind, self.rng, self.settings, self.engine = folder, kind, rng, settings, engine
         self.lives: dict[str, Life] = {}
         self.num_steps = 0
@@ -267,7 +273,9 @@ class Campaign:
             if self.engine.has_unfinished_requests():
                 self.step()
             if self.num_steps > MOST_STEPS:
-                left = {name: life for name, life in self.lives.items() if not life.is_aborted and not self.is_over(life)}
+                left = {
+                    name: life for name, life in self.lives.items() if not life.is_aborted and not self.is_over(life)
+                }
                 raise AssertionError(f"{len(left)} requests have not ended in {MOST_STEPS} steps: {left}")
 
     # What has to hold
@@ -315,7 +323,9 @@ class Campaign:
         values: Counter[str] = Counter()
         for metric in self.engine.get_metrics():
             name = metric.name.removeprefix("pelton_")
-            extra = "".join(f" {label}" for key, label in metric.labels.items() if key in ("finished_reason", "source", "reason"))
+            extra = "".join(
+                f" {label}" for key, label in metric.labels.items() if key in ("finished_reason", "source", "reason")
+            )
             if hasattr(metric, "value"):
                 values[name + extra] += metric.value
             else:
@@ -328,7 +338,12 @@ class Campaign:
         samples = [life.sampling.get("n", 1) for life in self.lives.values()]
         exact["request_params_n count"] = len(self.lives)
         exact["request_params_n sum"] = sum(samples)
-        for name in ("request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds", "request_num_preemptions"):
+        for name in (
+            "request_prompt_tokens",
+            "request_generation_tokens",
+            "e2e_request_latency_seconds",
+            "request_num_preemptions",
+        ):
             exact[f"{name} count"] = sum(samples)
         exact["request_prompt_tokens sum"] = sum(
             len(life.prompt) * life.sampling.get("n", 1) for life in self.lives.values()
@@ -353,7 +368,9 @@ class Campaign:
             exact["external_prefix_cache_hits"] = values["prompt_tokens_by_source external_kv_transfer"]
         exact["prompt_tokens_by_source local_compute"] = values["prompt_tokens"] - values["prompt_tokens_cached"]
         total = sum(values[f"request_success {reason}"] for reason in ("stop", "length", "abort", "error"))
-        found = [f"{name} is {values[name]:g}, by hand {value:g}" for name, value in exact.items() if values[name] != value]
+        found = [
+            f"{name} is {values[name]:g}, by hand {value:g}" for name, value in exact.items() if values[name] != value
+        ]
         if total != sum(samples):
             found.append(f"request_success is {total:g} in all, by hand {sum(samples)}")
         return found

@@ -206,6 +206,7 @@ class OutputProcessor:
             stats.num_preempted_reqs += sequence.times.note(output.events)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = output.num_cached_tokens
+            stats.num_external_prompt_tokens += output.num_external_tokens
         if output.prompt_logprobs is not None and request.prompt_logprobs is None:
             request.prompt_logprobs = lazy_rows(output.prompt_logprobs, request.decode_token, is_prompt=True)
         if output.new_token_ids:
@@ -214,7 +215,7 @@ class OutputProcessor:
             times = sequence.times
             if times.last_token is None:
                 times.first_token = stamp
-                self._note_first_token(sequence, output, stats, now)
+                self._note_first_token(sequence, stats, now)
             elif self._log_stats:
                 stats.inter_token_latencies_s.append(stamp - times.last_token)
             times.last_token = stamp
@@ -222,7 +223,7 @@ class OutputProcessor:
                 sequence.new_logprobs.append(output.logprobs.head(kept))
         if output.pooled is not None:
             request.pooled = output.pooled
-            self._note_first_token(sequence, output, stats, now)
+            self._note_first_token(sequence, stats, now)
         if sequence.finish_reason is not None:  # by a stop string
             if output.finish_reason is None:
                 done.stopped.append(sequence.engine_id)
@@ -253,9 +254,7 @@ class OutputProcessor:
             )
         )  # fmt: skip
 
-    def _note_first_token(
-        self, sequence: SequenceState, output: EngineOutput, stats: IterationStats, now: float
-    ) -> None:
+    def _note_first_token(self, sequence: SequenceState, stats: IterationStats, now: float) -> None:
         request = sequence.request
         ttft_s = now - request.arrival
         if request.ttft_s is None:
@@ -263,7 +262,6 @@ class OutputProcessor:
         stats.time_to_first_tokens_s.append(ttft_s)
         stats.num_prompt_tokens += len(request.processed.prompt_token_ids)
         stats.num_cached_prompt_tokens += sequence.num_cached_tokens or 0
-        stats.num_external_prompt_tokens += output.num_external_tokens
 
     def _finish(self, sequence: SequenceState, output: EngineOutput, now: float, done: Processed) -> None:
         """The engine ended it."""

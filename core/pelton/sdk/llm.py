@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from pelton.config import EngineConfig
@@ -203,13 +204,12 @@ class LLM:
         params = _one_each("pooling_params", pooling_params, len(many), (PoolingParams, type(None)))
         if pooling_task is not None and any(one is not None and one.task != pooling_task for one in params):
             raise RequestError("pooling_task and pooling_params name different tasks.", param="pooling_task")
-        shared, process = (
-            {"truncate_prompt_tokens": truncate_prompt_tokens},
-            self.llm_engine.input_processor.process_pooling,
+        process = partial(
+            self.llm_engine.input_processor.process_pooling, truncate_prompt_tokens=truncate_prompt_tokens
         )
         rows = zip(self._tokenize(many), params, self._adapters(lora_request, len(many)), strict=True)
         done = [
-            self._blamed(index, len(many), process, prompt, one, adapter=adapter, **shared)
+            self._blamed(index, len(many), process, prompt, one, adapter=adapter)
             for index, (prompt, one, adapter) in enumerate(rows)
         ]
         return self._run(done, use_tqdm, "encode")

@@ -166,7 +166,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         if self.client.error is None and not self.has_unfinished_requests():
-            self._call_at_rest("check_health")  # one in another process tells all before it answers
+            self.client.call("check_health")  # an engine in another process tells all before it answers
             self.come_to_rest()
         return self.stat_loggers.snapshot()
 
@@ -178,10 +178,6 @@ class LLMEngine:
                     self.step_with_stats()
             finally:
                 self.turn.release()
-
-    def _call_at_rest(self, method: str) -> Any:
-        self.come_to_rest()
-        return self.client.call(method)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the engine read an adapter before a request names it. Raises `RequestError` for one that it cannot serve."""
@@ -212,11 +208,13 @@ class LLMEngine:
         return True
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self._call_at_rest("reset_prefix_cache"))
+        self.come_to_rest()
+        return bool(self.client.call("reset_prefix_cache"))
 
     def kv_cache_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""
-        return float(self._call_at_rest("kv_cache_usage"))
+        self.come_to_rest()
+        return float(self.client.call("kv_cache_usage"))
 
     def shutdown(self) -> None:
         """End the engine and free its memory. Idempotent."""

@@ -285,7 +285,9 @@ def test_finished_requests_fill_the_histograms_and_unreached_intervals_none():
         num_preemptions=1, e2e_latency_s=2.0, queue_time_s=1.0, prefill_time_s=2.0, decode_time_s=8.0,
         inference_time_s=10.0, mean_time_per_output_token_s=0.75,
     )  # fmt: skip
-    aborted = FinishedRequestStats(finish_reason="abort", num_prompt_tokens=5, max_num_generation_tokens=0)  # in the queue
+    aborted = FinishedRequestStats(
+        finish_reason="abort", num_prompt_tokens=5, max_num_generation_tokens=0
+    )  # in the queue
     logger.record(None, IterationStats(finished_requests=[done, aborted], num_rejected_reqs={"max_num_queued_reqs": 3}))
     for name, (count, total) in {
         "request_prompt_tokens": (2, 35), "request_generation_tokens": (2, 8), "request_params_max_tokens": (1, 8),
