@@ -293,13 +293,12 @@ class Campaign:
             return [f"error {life.error}"]
         for one in wanted:
             ids, reason = life.token_ids.get(one.index, []), life.reasons.get(one.index)
+            got, right = (ids, reason, life.texts.get(one.index)), (list(one.token_ids), one.finish_reason, one.text)
             if life.is_aborted and reason is None:
-                if ids != list(one.token_ids)[: len(ids)]:
-                    found.append(f"ids before the abort are {ids}, alone {list(one.token_ids)}")
-            elif (ids, reason, life.texts[one.index]) != (list(one.token_ids), one.finish_reason, one.text):
-                found.append(
-                    f"sample {one.index} is {ids} {life.texts[one.index]!r} {reason}, alone {list(one.token_ids)} {one.text!r} {one.finish_reason}"
-                )
+                if ids != right[0][: len(ids)]:
+                    found.append(f"ids before the abort are {ids}, alone {right[0]}")
+            elif got != right:
+                found.append(f"sample {one.index} is {got}, alone {right}")
         return found
 
     def _held(self) -> list[str]:

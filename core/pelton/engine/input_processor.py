@@ -199,7 +199,9 @@ class InputProcessor:
     @staticmethod
     def _check_request_fields(request_id: str, priority: int, cache_salt: str | None, timeout_s: float | None) -> None:
         most = limits.MAX_REQUEST_ID_CHARS
-        if not isinstance(request_id, str) or not 1 <= len(request_id) <= most or not request_id.isprintable():  # it is logged
+        if (
+            not isinstance(request_id, str) or not 1 <= len(request_id) <= most or not request_id.isprintable()
+        ):  # it is logged
             raise _wrong("request_id", request_id, f"a string of 1 to {most} printable characters")
         if type(priority) is not int or abs(priority) > limits.MAX_ABS_PRIORITY:
             most = limits.MAX_ABS_PRIORITY
