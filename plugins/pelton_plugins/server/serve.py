@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -86,6 +87,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        limit_s = self.config.graceful_shutdown_s
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 build_app(self.state, self.plugins),
@@ -99,7 +101,7 @@ class Server:
                 ssl_certfile=self.config.ssl_certfile,
                 ssl_keyfile=self.config.ssl_keyfile,
                 timeout_keep_alive=self.config.timeout_keep_alive_s,
-                timeout_graceful_shutdown=int(self.config.graceful_shutdown_s) + 5,
+                timeout_graceful_shutdown=None if math.isinf(limit_s) else int(limit_s) + 5,
             )
         )
         self._loading = asyncio.create_task(self._load())
