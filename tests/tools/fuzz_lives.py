@@ -5,7 +5,7 @@
 FOLDER keeps tiny random checkpoints, and the files of a KV connector. Requests come and are aborted between any two steps, of pools that
 hold one of full length and little more; they are as long as a block, as the context, or one token, share beginnings with and without a
 salt, have priorities, adapters, several samples, seeds, and stop strings of the text that they will write. Settings mix block sizes,
-budgets, policies, steps in flight and KV caches in files. Ids, text and reason have to be those of the request alone (an aborted one's:
+budgets, policies, steps in flight and KV caches in files, some of which are damaged between steps. Ids, text and reason have to be those of the request alone (an aborted one's:
 their head). At the end no block is held and no gauge is above 0, and each counter is what a count by hand gives.
 Each finding is printed with its seed. Exit status 1 says that there was one.
 """
@@ -153,7 +153,7 @@ def random_life(rng: random.Random, folder: Path, kind: str, settings: dict[str,
     return life
 
 
-def random_settings(rng: random.Random, folder: Path, kind: str) -> dict[str, Any]:
+def random_settings(rng: random.Random, folder: Path, kind: str, *, connector: bool) -> dict[str, Any]:
     size = rng.choice([16, 16, 8, 32])
     longest = rng.choice([3 * size, 4 * size + 3, 70, 2 * size + 1])
     settings: dict[str, Any] = {
@@ -174,7 +174,7 @@ def random_settings(rng: random.Random, folder: Path, kind: str) -> dict[str, An
         (0.2, {"stream_interval": 3}),
         (0.2, {"max_side_table_seqs": 1}),
         (0.25, {"speculative_config": {"method": "ngram", "num_speculative_tokens": rng.choice([1, 3])}}),
-        (0.25, {"kv_transfer_config": {
+        (1.0 if connector else 0.25, {"kv_transfer_config": {
             "kv_connector": "shared_storage", "kv_role": rng.choice(["kv_both", "kv_both", "kv_consumer", "kv_producer"]),
             "kv_connector_extra_config": {"shared_storage_path": str(folder / "kv")},
         }}),
@@ -243,8 +243,22 @@ class Campaign:
     def is_over(life: Life) -> bool:
         return len(life.reasons) == life.sampling.get("n", 1) and None not in life.reasons.values()
 
+    def damage(self) -> None:
+        """Take away, cut or spoil a file of the KV connector."""
+        files = sorted((self.folder / "kv").rglob("*.safetensors"))
+        if files:
+            file, how = self.rng.choice(files), self.rng.random()
+            if how < 0.4:
+                file.unlink()
+            elif how < 0.7:
+                file.write_bytes(file.read_bytes()[: self.rng.randint(0, 40)])
+            else:
+                file.write_bytes(self.rng.randbytes(200))
+
     def step(self) -> None:
         self.num_steps += 1
+        if "kv_transfer_config" in self.settings and self.rng.random() < 0.2:
+            self.damage()
         for output in self.engine.step():
             life = self.lives[output.request_id]
             if output.error is not None:
@@ -375,11 +389,11 @@ class Campaign:
         return found
 
 
-def look(folder: Path, seed: int, kinds: list[str]) -> int:
+def look(folder: Path, seed: int, kinds: list[str], *, connector: bool = False) -> int:
     """Print what is wrong with this seed, and return how much it is."""
     rng = random.Random(seed)
     kind = rng.choice(kinds)
-    settings = random_settings(rng, folder, kind)
+    settings = random_settings(rng, folder, kind, connector=connector)
     if settings.get("enable_lora"):
         adapters_of(folder, kind)
     made = smallest_pool(settings)
@@ -414,11 +428,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="the first one; each round has the next")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--connector", action="store_true", help="KV caches in files in every round")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     num_found, started = 0, time.monotonic()
     for seed in range(arguments.seed, arguments.seed + arguments.rounds):
-        num_found += look(arguments.folder, seed, arguments.kinds.split(","))
+        num_found += look(arguments.folder, seed, arguments.kinds.split(","), connector=arguments.connector)
     print(f"{arguments.rounds} rounds, {num_found} findings, {time.monotonic() - started:.0f} s")
     return num_found > 0
 
