@@ -2,11 +2,12 @@
 
     python tests/tools/fuzz_lives.py FOLDER [--seed 1] [--rounds 50] [--kinds llama,gemma4]
 
-FOLDER keeps tiny random checkpoints, and the files of a KV connector. Requests come and are aborted between any two steps, of pools that
-hold one of full length and little more; they are as long as a block, as the context, or one token, share beginnings with and without a
-salt, have priorities, adapters, several samples, seeds, and stop strings of the text that they will write. Settings mix block sizes,
-budgets, policies, steps in flight and KV caches in files, some of which are damaged between steps. Ids, text and reason have to be those of the request alone (an aborted one's:
-their head). At the end no block is held and no gauge is above 0, and each counter is what a count by hand gives.
+FOLDER keeps tiny random checkpoints, and the files of a KV connector. Requests come and are aborted between any two steps, of pools
+that hold one of full length and little more; they are as long as a block, as the context, or one token, share beginnings with and
+without a salt, have priorities, adapters, several samples, seeds, and stop strings of the text that they will write. Settings mix
+block sizes, budgets, policies, steps in flight and KV caches in files, some of which are damaged between steps. Ids, text and reason
+have to be those of the request alone (an aborted one's: their head). At the end no block is held and no gauge is above 0, and each
+counter is what a count by hand gives.
 Each finding is printed with its seed. Exit status 1 says that there was one.
 """
 
@@ -155,7 +156,7 @@ def random_life(rng: random.Random, folder: Path, kind: str, settings: dict[str,
 
 def random_settings(rng: random.Random, folder: Path, kind: str, *, connector: bool) -> dict[str, Any]:
     size = rng.choice([16, 16, 8, 32])
-    longest = rng.choice([3 * size, 4 * size + 3, 70, 2 * size + 1])
+    longest = rng.choice([3 * size, 4 * size + 3, 70, 2 * size + 1, 150, 230])
     settings: dict[str, Any] = {
         "model": str(checkpoint(folder, kind)), "dtype": "float32", "block_size": size, "max_model_len": longest,
         "max_num_seqs": rng.choice([1, 2, 3, 5, 8]), "max_num_batched_tokens": rng.choice([8, size, size + 1, 40, 128]),
