@@ -205,6 +205,11 @@ class Plugins:
                 f"Plugin {plugin} returns {said} from {hook}; return a list of entries (pelton.entries), which may be empty."
             )
         for entry in result:
+            for name, kind in (("name", str), ("load", str), ("priority", int)):
+                if not isinstance(value := getattr(entry, name), kind) or value == "":
+                    raise PluginError(
+                        f"Plugin {plugin}: {name} of an entry of {hook} is {value!r}; give {'text' if kind is str else 'a whole number'}."
+                    )
             if not isinstance(entry, wanted):
                 raise PluginError(
                     f"Plugin {plugin} offers {entry.name!r} from {hook}, of class {type(entry).__name__}; the class has to be "

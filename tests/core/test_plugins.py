@@ -239,6 +239,24 @@ def test_a_hook_that_returns_no_entries_names_its_plugin(install):
         plugins.entries("pelton_models")
 
 
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        (
+            "name='mine', load='a:B', priority='high'",
+            "priority of an entry of pelton_schedulers is 'high'; give a whole number",
+        ),
+        ("name='mine', load=Entry", r"load of an entry of pelton_schedulers is <class '.*Entry'>; give text"),
+        ("name='', load='a:B'", "name of an entry of pelton_schedulers is ''; give text"),
+    ],
+)
+def test_an_entry_of_wrong_values_names_its_plugin(install, given, line):
+    """Not at the first comparison of priorities, which every command makes."""
+    install("odd", f"@hookimpl\ndef pelton_schedulers():\n    return [Entry({given})]\n")
+    with pytest.raises(PluginError, match=rf"Plugin odd \(dist-odd 1\.2\): {line}"):
+        load_plugins().entries("pelton_schedulers")
+
+
 # Who wins.
 
 
