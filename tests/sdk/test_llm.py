@@ -265,6 +265,13 @@ def test_figures_are_those_of_now_once_all_requests_have_ended(make: Make, end: 
     assert ended == [1.0]
 
 
+def test_figures_do_not_wait_for_what_an_engine_never_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(disable_log_stats=False).llm_engine
+    monkeypatch.setattr(type(engine.client), "has_work", True)  # such as blocks that a KV connector reads
+    monkeypatch.setattr(LLMEngine.come_to_rest, "__defaults__", (0.05,))
+    assert engine.get_metrics() and engine.kv_cache_usage() == 0.0
+
+
 GAUGES_OF_REQUESTS = {"pelton_num_requests_running", "pelton_num_requests_waiting", "pelton_kv_cache_usage_perc"}
 
 

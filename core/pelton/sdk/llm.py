@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from pelton.config import EngineConfig
@@ -337,7 +338,7 @@ class LLM:
                             logger.warning("Request %s failed: %s", output.request_id, output.error.message)
                     if bar is not None:
                         bar.update(len(finished), stats.num_prompt_tokens, stats.num_generation_tokens)
-                engine.come_to_rest()
+                engine.come_to_rest(most_s=inf)
             except BaseException:
                 engine.abort_request(ids)
                 raise

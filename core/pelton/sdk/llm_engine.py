@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+REST_S = 1.0  # the most that figures wait for steps behind the last request
 LOAD_POLL_S = 0.002
 """Between two looks at an adapter that is being loaded."""
 ASKS_FOR_LOG_LINES = frozenset({"disable_log_stats", "log_stats_interval_s"})
@@ -170,11 +171,12 @@ class LLMEngine:
             self.come_to_rest()
         return self.stat_loggers.snapshot()
 
-    def come_to_rest(self) -> None:
+    def come_to_rest(self, most_s: float = REST_S) -> None:
         """Take in what the engine has still to do and to tell behind the last request's end: it holds blocks and slots."""
+        until = time.monotonic() + most_s  # a KV connector may take long
         if self.turn.acquire(blocking=False):  # else another thread steps
             try:
-                while not self.has_unfinished_requests() and self.client.has_work:
+                while not self.has_unfinished_requests() and self.client.has_work and time.monotonic() < until:
                     self.step_with_stats()
             finally:
                 self.turn.release()
