@@ -4,10 +4,10 @@
 
 FOLDER keeps tiny random checkpoints, and the files of a KV connector. Requests come and are aborted between any two steps, of pools
 that hold one of full length and little more; they are as long as a block, as the context, or one token, share beginnings with and
-without a salt, have priorities, adapters, several samples, seeds, and stop strings of the text that they will write. Settings mix
-block sizes, budgets, policies, steps in flight and KV caches in files, some of which are damaged between steps. Ids, text and reason
-have to be those of the request alone (an aborted one's: their head). At the end no block is held and no gauge is above 0, and each
-counter is what a count by hand gives.
+without a salt, have priorities, adapters, several samples, seeds, constraints, and stop strings of the text that they will write.
+Settings mix block sizes, budgets, policies, steps in flight and KV caches in files, some of which are damaged between steps. Ids, text
+and reason have to be those of the request alone (an aborted one's: their head). At the end no block is held and no gauge is above 0,
+and each counter is what a count by hand gives.
 Each finding is printed with its seed. Exit status 1 says that there was one.
 """
 
@@ -31,7 +31,7 @@ from pelton_lora import make_adapter
 from pelton import LLM, LLMEngine, LoRARequest, SamplingParams
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, RequestError
-from pelton.sampling_params import RequestOutputKind
+from pelton.sampling_params import RequestOutputKind, StructuredOutputsParams
 from pelton.testing.models import FAMILIES, make_tiny_checkpoint
 
 WITH_STATES = {
@@ -134,6 +134,11 @@ def random_life(rng: random.Random, folder: Path, kind: str, settings: dict[str,
     if rng.random() < 0.15:
         sampling["repetition_penalty"] = 1.2
     if rng.random() < 0.2:
+        constraint = rng.choice(
+            [{"regex": "[a-z ]{3,20}"}, {"choice": ["one", "one and two", "three"]}, {"json_object": True}]
+        )
+        sampling["structured_outputs"] = StructuredOutputsParams(**constraint)
+    elif rng.random() < 0.2:
         sampling["stop_token_ids"] = [rng.choice(VOCABULARY) for _ in range(20)]
     adapter = rng.choice([None, 0, 1, 2]) if settings.get("enable_lora") else None
     more: dict[str, Any] = {"priority": rng.randint(-1, 1)}
