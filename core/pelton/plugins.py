@@ -421,6 +421,8 @@ def _is_hook(manager: pluggy.PluginManager, module: Any, attribute: str, problem
         problems.append(f"{attribute} implements {hook} under another name; call the function {hook}")
     elif options.get("wrapper") or options.get("hookwrapper"):
         problems.append(f"{hook} is a wrapper, which would change what other plugins return; return entries")
+    elif inspect.iscoroutinefunction(target):
+        problems.append(f"{hook} is a coroutine function; return entries from a plain one")
     else:
         allowed = ", ".join(known[hook].arguments) or "no argument"
         for name, parameter in inspect.signature(target).parameters.items():

@@ -178,6 +178,11 @@ def test_a_hook_wrapper(install):
     stops(r"pelton_models is a wrapper")
 
 
+def test_a_coroutine_function_as_a_hook(install):
+    install("later", "@hookimpl\nasync def pelton_models():\n    return []\n")
+    stops(r"pelton_models is a coroutine function; return entries from a plain one")
+
+
 def test_a_hook_under_another_name(install):
     install("alias", "@hookimpl(specname='pelton_models')\ndef models():\n    return []\n")
     stops(r"models implements pelton_models under another name")
