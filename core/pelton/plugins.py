@@ -205,6 +205,11 @@ class Plugins:
                 f"Plugin {plugin} returns {said} from {hook}; return a list of entries (pelton.entries), which may be empty."
             )
         for entry in result:
+            for name, kind in (("name", str), ("load", str), ("priority", int)):
+                if not isinstance(value := getattr(entry, name), kind) or value == "":
+                    raise PluginError(
+                        f"Plugin {plugin}: {name} of an entry of {hook} is {value!r}; give {'text' if kind is str else 'a whole number'}."
+                    )
             if not isinstance(entry, wanted):
                 raise PluginError(
                     f"Plugin {plugin} offers {entry.name!r} from {hook}, of class {type(entry).__name__}; the class has to be "
@@ -416,6 +421,8 @@ def _is_hook(manager: pluggy.PluginManager, module: Any, attribute: str, problem
         problems.append(f"{attribute} implements {hook} under another name; call the function {hook}")
     elif options.get("wrapper") or options.get("hookwrapper"):
         problems.append(f"{hook} is a wrapper, which would change what other plugins return; return entries")
+    elif inspect.iscoroutinefunction(target):
+        problems.append(f"{hook} is a coroutine function; return entries from a plain one")
     else:
         allowed = ", ".join(known[hook].arguments) or "no argument"
         for name, parameter in inspect.signature(target).parameters.items():

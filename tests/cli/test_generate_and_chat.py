@@ -90,6 +90,8 @@ def test_token_ids_in_and_a_bad_prompt(tiny_model, capsys, tmp_path):
         (["--input-file", "/nowhere"], "--input-file /nowhere cannot be read"),
         (["x", "--sampling-params", '{"min_q": 1}'], "Unknown sampling parameter 'min_q'. Did you mean 'min_p'?"),
         (["x", "--top-k", "many"], "--top-k is 'many'; expected a whole number"),
+        (["x", "--temperature", "9", "--model", "no-such-model-anywhere"], "temperature must be"),
+        (["--temperature", "9", "--input-file", "/nowhere"], "temperature must be"),
         (["x", "--model", "no-such-model-anywhere"], "No model source knows 'no-such-model-anywhere'"),
         (["x", "--device", "toaster"], "device is 'toaster'; available: cuda, rocm, cpu"),
     ],
@@ -123,6 +125,11 @@ def test_sampling_flags_keep_what_was_not_given():
 
 
 # chat
+
+
+def test_a_bad_flag_is_told_before_the_model_is_loaded(capsys):
+    status, _, err = run(capsys, "chat", "no-such-model-anywhere", "--temperature", "9", "--log-level", "error")
+    assert status == 2 and "temperature must be" in err and len(err.splitlines()) == 1
 
 
 def test_a_message_from_a_pipe_gets_one_answer(tiny_model, capsys, monkeypatch):

@@ -142,6 +142,8 @@ def test_a_package_that_is_not_there_is_named(capsys):
         ("model", "My Model", "cannot be a package's"),
         ("model", "class", "cannot be a package's"),
         ("model", "../up", "cannot be a package's"),
+        ("model", "plugins", "is one of Pelton's own; use another, such as my-model"),
+        ("scheduler", "pelton-scheduler", "is one of Pelton's own; use another, such as my-scheduler"),
     ],
 )
 def test_new_refuses_what_cannot_be_written(tmp_path, kind, name, message):

@@ -178,6 +178,11 @@ def test_a_hook_wrapper(install):
     stops(r"pelton_models is a wrapper")
 
 
+def test_a_coroutine_function_as_a_hook(install):
+    install("later", "@hookimpl\nasync def pelton_models():\n    return []\n")
+    stops(r"pelton_models is a coroutine function; return entries from a plain one")
+
+
 def test_a_hook_under_another_name(install):
     install("alias", "@hookimpl(specname='pelton_models')\ndef models():\n    return []\n")
     stops(r"models implements pelton_models under another name")
@@ -237,6 +242,24 @@ def test_a_hook_that_returns_no_entries_names_its_plugin(install):
     plugins = load_plugins()
     with pytest.raises(PluginError, match=r"Plugin odd \(dist-odd 1\.2\) returns \['X'\] from pelton_models"):
         plugins.entries("pelton_models")
+
+
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        (
+            "name='mine', load='a:B', priority='high'",
+            "priority of an entry of pelton_schedulers is 'high'; give a whole number",
+        ),
+        ("name='mine', load=Entry", r"load of an entry of pelton_schedulers is <class '.*Entry'>; give text"),
+        ("name='', load='a:B'", "name of an entry of pelton_schedulers is ''; give text"),
+    ],
+)
+def test_an_entry_of_wrong_values_names_its_plugin(install, given, line):
+    """Not at the first comparison of priorities, which every command makes."""
+    install("odd", f"@hookimpl\ndef pelton_schedulers():\n    return [Entry({given})]\n")
+    with pytest.raises(PluginError, match=rf"Plugin odd \(dist-odd 1\.2\): {line}"):
+        load_plugins().entries("pelton_schedulers")
 
 
 # Who wins.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -214,6 +217,28 @@ def test_the_http_page_lists_the_routes_there_are():
             offered |= {re.sub(r":\w+}", "}", path) for path in re.findall(r'"(/[\w/.{}:]+)"', paths)}
     listed = set(re.findall(r"`(?:GET|POST|DELETE) (/[\w/.{}]+)`", text))
     assert offered and listed == offered
+
+
+def curl_commands(text: str) -> list[list[str]]:
+    """The words of each, over as many lines as its quotation marks and backslashes take it."""
+    found, lines = [], text.splitlines()
+    for index, line in enumerate(lines):
+        if re.match(r" *curl ", line):
+            for end in range(index + 1, len(lines) + 1):
+                with contextlib.suppress(ValueError):
+                    found.append(shlex.split("\n".join(lines[index:end]).replace("\\\n", " "), comments=True))
+                    break
+    return found
+
+
+def test_what_pages_send_with_curl_is_what_the_server_takes():
+    """Without a header curl says that it sends a form, which is refused."""
+    commands = [words for page in PAGES for words in curl_commands(page.read_text())]
+    bodies = [words for words in commands if "-d" in words]
+    assert len(bodies) >= 8
+    for words in bodies:
+        assert any(word.lower() == "content-type: application/json" for word in words), words
+        assert isinstance(json.loads(words[words.index("-d") + 1]), dict)
 
 
 def test_the_http_page_has_the_servers_error_types():

@@ -328,10 +328,15 @@ def test_adapters_of_every_matrix(tmp_path: Path, family: str) -> None:
         assert generate(llm, prompts, greedy(NUM_TOKENS)) != expected
 
 
+CONNECTOR = {"kv_connector": "shared_storage", "kv_connector_extra_config": {"shared_storage_path": "nowhere"}}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"speculative_config": {"method": "ngram"}}, "a state cannot leave a rejected draft out again"),
+        ({"kv_transfer_config": CONNECTOR}, "keeps what models have of each token; this one has states"),
+        ({"kv_transfer_config": CONNECTOR, "disable_hybrid_kv_cache_manager": True}, "this one has states"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, and layers with states run on one rank"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
     ],

@@ -14,6 +14,7 @@ import pytest
 from pelton import LLM, LLMEngine, SamplingParams
 from pelton.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from pelton.messages.outputs import EngineOutputs
+from pelton.metrics.snapshot import Gauge
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind
@@ -244,6 +245,34 @@ def test_metrics_offline(make: Make) -> None:
     assert generated == 12
     assert llm.num_preemptions() == 0
     assert make().get_metrics() == []
+
+
+@pytest.mark.parametrize("engine_process", [False, True], ids=["in-process", "own-process"])
+@pytest.mark.parametrize("end", ["stop", "abort"])
+def test_figures_are_those_of_now_once_all_requests_have_ended(make: Make, end: str, engine_process: bool) -> None:
+    engine = make(engine_process=engine_process, disable_log_stats=False).llm_engine
+    [output] = make().generate("ab", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    engine.add_request("a", "ab", SamplingParams(temperature=0, max_tokens=100, stop=[output.outputs[0].text[1:]]))
+    while engine.has_unfinished_requests():
+        engine.step()
+        if end == "abort":
+            engine.abort_request("a")
+    found = {(metric.name, *sorted(metric.labels.values())): metric for metric in engine.get_metrics()}
+    assert {
+        metric.value for name, metric in found.items() if isinstance(metric, Gauge) and name[0] in GAUGES_OF_REQUESTS
+    } == {0.0}
+    ended = [getattr(metric, "value", 0) for name, metric in found.items() if end in name]
+    assert ended == [1.0]
+
+
+def test_figures_do_not_wait_for_what_an_engine_never_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(disable_log_stats=False).llm_engine
+    monkeypatch.setattr(type(engine.client), "has_work", True)  # such as blocks that a KV connector reads
+    monkeypatch.setattr(LLMEngine.come_to_rest, "__defaults__", (0.05,))
+    assert engine.get_metrics() and engine.kv_cache_usage() == 0.0
+
+
+GAUGES_OF_REQUESTS = {"pelton_num_requests_running", "pelton_num_requests_waiting", "pelton_kv_cache_usage_perc"}
 
 
 class Recorder:

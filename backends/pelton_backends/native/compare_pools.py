@@ -24,7 +24,6 @@ from pelton_backends.native.library import Kernels
 
 POOL, OPENMP = "pool", "OpenMP"
 OPENMP_FLAGS = ("-fopenmp", "-DPELTON_OPENMP")
-DECODE_ROWS = (1, 16, 64)
 PROMPT = 512
 CONTEXT = 128
 """Tokens of a prompt in front of those that are decoded."""

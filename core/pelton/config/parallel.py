@@ -61,10 +61,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"data_parallel_rpc_port is {self.data_parallel_rpc_port}; use a port from 1 on, such as 29550."
             )
         own, size = self.engine_indexes, self.data_parallel_size
-        if not (own and own[0] >= 0 and own[-1] < size):
-            raise ConfigError(
-                f"data_parallel_start_rank is {own.start} and data_parallel_size_local {len(own)}; use engines of 0 to {size - 1}."
-            )
+        if not 0 <= own.start < own.stop <= size:
+            found = f"data_parallel_start_rank is {own.start} and data_parallel_size_local {own.stop - own.start}"
+            raise ConfigError(f"{found}; use engines of 0 to {size - 1}.")
 
     @property
     def has_several_engines(self) -> bool:

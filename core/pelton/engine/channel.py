@@ -68,6 +68,10 @@ class Channel:
         except zmq.ZMQError as error:
             raise self.error or EngineDeadError(f"The engine process takes no messages: {error}.") from None
 
+    @property
+    def has_outputs(self) -> bool:
+        return bool(self._outputs)
+
     def get(self, timeout_s: float | None) -> EngineOutputs:
         with self._arrived:
             self._arrived.wait_for(lambda: self._outputs or self.error is not None, timeout_s)

@@ -55,7 +55,7 @@ class EngineClient(ABC):
 
     @property
     def has_work(self) -> bool:
-        """In process: True while `get_outputs` has something to do or to tell. Another process sees to itself: False."""
+        """True while `get_outputs` has something to do or to tell at once. Work of another process is its own."""
         return False
 
     @property

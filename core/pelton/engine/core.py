@@ -179,6 +179,7 @@ class EngineCore:
             logger.exception("Adding request %s failed.", request.request_id)
             raise EngineError(f"Internal error while adding the request: {type(error).__name__}: {error}") from error
         self._request_ids.add(request.request_id)
+        self._has_news = True  # it may wait for something that no step brings
 
     def try_add(self, request: EngineRequest) -> EngineOutput | None:
         """Add a request; what refuses it becomes its output."""
@@ -521,27 +522,19 @@ def make_kv_manager(
     entry = entries[0] if name is None else plugins.find("pelton_kv_cache_managers", name, setting="kv_cache_manager")
     _say_whose("KV-cache manager", entry, plugins)
     context = KVManagerContext(
-        plan=plan,
-        config=config.kv_cache,
-        max_model_len=model.max_model_len,
+        plan=plan, config=config.kv_cache, max_model_len=model.max_model_len, engine_config=config, metrics=metrics,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         extra_managers=[entry.resolve() for entry in plugins.entries("pelton_kv_cache_specs")],
-        engine_config=config,
-        metrics=metrics,
-    )
+    )  # fmt: skip
     if "max_model_len" in _parameters(entry):
         logger.warning(
             "%s takes keywords one by one, which ends with the next minor version; take a KVManagerContext.", entry
         )
         return make(
-            entry,
-            KVCacheManager,  # type: ignore[type-abstract]
-            plan,
-            config.kv_cache,
-            max_model_len=context.max_model_len,
-            max_num_batched_tokens=context.max_num_batched_tokens,
+            entry, KVCacheManager, plan, config.kv_cache,  # type: ignore[type-abstract]
+            max_model_len=context.max_model_len, max_num_batched_tokens=context.max_num_batched_tokens,
             extra_managers=context.extra_managers,
-        )
+        )  # fmt: skip
     return make(entry, KVCacheManager, context)  # type: ignore[type-abstract]
 
 

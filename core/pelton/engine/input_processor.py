@@ -198,8 +198,11 @@ class InputProcessor:
 
     @staticmethod
     def _check_request_fields(request_id: str, priority: int, cache_salt: str | None, timeout_s: float | None) -> None:
-        if not isinstance(request_id, str) or not 1 <= len(request_id) <= limits.MAX_REQUEST_ID_CHARS:
-            raise _wrong("request_id", request_id, f"a string of 1 to {limits.MAX_REQUEST_ID_CHARS} characters")
+        most = limits.MAX_REQUEST_ID_CHARS
+        if (
+            not isinstance(request_id, str) or not 1 <= len(request_id) <= most or not request_id.isprintable()
+        ):  # it is logged
+            raise _wrong("request_id", request_id, f"a string of 1 to {most} printable characters")
         if type(priority) is not int or abs(priority) > limits.MAX_ABS_PRIORITY:
             most = limits.MAX_ABS_PRIORITY
             raise _wrong("priority", priority, f"an integer from {-most} to {most}")

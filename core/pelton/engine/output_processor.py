@@ -206,6 +206,7 @@ class OutputProcessor:
             stats.num_preempted_reqs += sequence.times.note(output.events)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = output.num_cached_tokens
+            stats.num_external_prompt_tokens += output.num_external_tokens
         if output.prompt_logprobs is not None and request.prompt_logprobs is None:
             request.prompt_logprobs = lazy_rows(output.prompt_logprobs, request.decode_token, is_prompt=True)
         if output.new_token_ids:

@@ -34,10 +34,8 @@ def check_pooling_params(params: PoolingParams | None, model: ResolvedModel) -> 
         )
     if params.dimensions is not None:
         _check_dimensions(params, spec, vector_size(model))
-    if params.skip_reading_prefix_cache is None:
-        needs_all = params.task in TOKEN_TASKS or spec.reads_all_tokens
-        params = msgspec.structs.replace(params, skip_reading_prefix_cache=needs_all)
-    return params
+    skips = params.task in TOKEN_TASKS or spec.reads_all_tokens or bool(params.skip_reading_prefix_cache)
+    return msgspec.structs.replace(params, skip_reading_prefix_cache=skips)
 
 
 def vector_size(model: ResolvedModel) -> int:

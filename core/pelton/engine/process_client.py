@@ -119,6 +119,10 @@ class ProcessClient(EngineClient):
         return answer.result
 
     @property
+    def has_work(self) -> bool:
+        return self._connection.has_outputs
+
+    @property
     def error(self) -> Exception | None:
         return self._connection.error
 

@@ -38,11 +38,7 @@ def start_table(info: EngineInfo, model: ResolvedModel) -> str:
 
 
 def _pooling(spec: PoolingSpec) -> str:
-    how = (
-        f"{spec.pooling_type}, {'length 1' if spec.normalize else 'any length'}"
-        if not spec.labels
-        else spec.pooling_type
-    )
+    how = spec.pooling_type if spec.labels else f"{spec.pooling_type}, {'length 1' if spec.normalize else 'any length'}"
     classes = f", {spec.num_labels} classes" if spec.labels else ""
     return f"{', '.join(spec.tasks)} ({how}{classes})"
 

@@ -124,13 +124,14 @@ class EngineOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     """Rows for prompt positions 1 .. P-1, complete, sent once with or before the first token."""
     events: list[EngineEvent] = []
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache (at the first scheduling)."""
+    """Prompt tokens that were not computed (at the first scheduling): found in the prefix cache, or brought by a KV connector."""
     error: ErrorInfo | None = None
     """Set with `FinishReason.ERROR`."""
     pooled: TensorData | None = None
     """Of a request that pools: its result, sent once, at its end."""
     kv_transfer_params: dict[str, Any] | None = None
     """What the KV connector says of the request, sent once, at its end."""
+    num_external_tokens: int = 0  # of the cached ones, those that a KV connector brought
 
 
 class EngineOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -133,7 +133,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     second_text_start: int | None = None
     """The prompt's first token of a second text, for encoders that tell the texts of a pair apart."""
     skip_reading_prefix_cache: bool | None = None
-    """Compute all tokens. Set by the front end where the result needs every token's hidden state."""
+    """Compute all tokens; in any case where the result needs every token's hidden state."""
 
     def __post_init__(self) -> None:
         if self.task not in POOLING_TASKS:

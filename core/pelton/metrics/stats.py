@@ -102,6 +102,7 @@ class IterationStats:
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+    num_external_prompt_tokens: int = 0  # of the cached ones, those that a KV connector brought
     num_generation_tokens: int = 0
     num_preempted_reqs: int = 0
     time_to_first_tokens_s: list[float] = field(default_factory=list)

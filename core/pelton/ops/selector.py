@@ -75,7 +75,7 @@ class OpSelector:
                 if reasons:
                     refused.append((entry.name, ", ".join(reasons)))
                     continue
-                least, most = getattr(implementation, "token_range", _all_sizes)(needs)
+                least, most = getattr(implementation, "token_range", lambda needs: (0, None))(needs)
                 parts.append(_Ranged(least, most, self._bind(implementation, needs, tensors)))
             names.append(entry.name)
             if least <= 0 and most is None:
@@ -109,7 +109,7 @@ class OpSelector:
     def unrecordable(self) -> list[str]:
         """Return the entries in use that cannot be recorded: third-party ops without `is_recordable`."""
         used = {name for choice in self.choices for name in choice.names}
-        return sorted(name for name in used if not _is_recordable(self._loaded[name]))
+        return sorted(name for name in used if not getattr(self._loaded[name], "is_recordable", False))
 
     def read_by(self, reader: Any) -> None:
         """Let `reader` have a say in the order of all weights (`orders`, `pack`, `packed`). Before they are loaded."""
@@ -135,10 +135,6 @@ class OpSelector:
         return self._loaded[entry.name]
 
 
-def _is_recordable(implementation: OpImplementation) -> bool:
-    return bool(getattr(implementation, "is_recordable", False))
-
-
 def reasons_against(implementation: Any, needs: Any) -> list[str]:
     """Why it cannot serve these needs: those that it does not handle, and its own."""
     handles: Collection[str] = getattr(implementation, "handles", ())
@@ -155,10 +151,6 @@ def pack_weights(readers: Sequence[Any]) -> None:
             for reader in readers:
                 reader.packed(order)
             return
-
-
-def _all_sizes(needs: Any) -> tuple[int, int | None]:
-    return 0, None
 
 
 def _by_batch_size(parts: list[_Ranged]) -> Callable[..., Any]:

@@ -187,11 +187,13 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         Raises `RequestError` for a bad request, `EngineDeadError` when the engine dies.
         """
         request_id = request_id if request_id is not None else uuid.uuid4().hex
-        queue = await self._add(
+        arrival = time.monotonic()
+        processed = await self._processed_prompt(
             self.input_processor.process, prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt,
-            timeout_s=timeout_s, kv_transfer_params=kv_transfer_params, tenant=tenant, on_text=on_text,
+            timeout_s=timeout_s, kv_transfer_params=kv_transfer_params, tenant=tenant,
             adapter=None if lora_request is None else self.adapters.ref(lora_request),
         )  # fmt: skip
+        queue = self._send([(processed, arrival)], on_text)[request_id]
         deadline = deadline_of(timeout_s)
         finished = False
         try:
@@ -233,20 +235,6 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
                     task.cancel()
             step += len(tasks)
         return search.result(self.tokenizer)
-
-    async def _add(
-        self,
-        process: Callable[..., ProcessedRequest],
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams | None,
-        request_id: str,
-        on_text: OnText | None = None,
-        **arguments: Any,
-    ) -> OutputQueue:
-        """process: of the input processor; arguments: further ones of it."""
-        arrival = time.monotonic()
-        processed = await self._processed_prompt(process, prompt, params, request_id, **arguments)
-        return self._send([(processed, arrival)], on_text)[request_id]
 
     async def _processed_prompt(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from pelton.config import EngineConfig
@@ -31,7 +32,7 @@ from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, sco
 from pelton.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from pelton.sdk.llm_engine import LLMEngine
 from pelton.sdk.progress import ProgressBar
-from pelton.sdk.prompts import as_prompts, as_several
+from pelton.sdk.prompts import as_prompts, as_several, as_texts
 
 if TYPE_CHECKING:
     from pelton.metrics.snapshot import Metric
@@ -76,7 +77,7 @@ class LLM:
             plugins=plugins,
             explicit=explicit_names(settings),
         )
-        self._ids, self._turn = itertools.count(), threading.RLock()
+        self._ids = itertools.count()
         logger.info("ready\n%s", start_table(self.llm_engine.info, self.llm_engine.model))
 
     # -- generating --
@@ -204,13 +205,12 @@ class LLM:
         params = _one_each("pooling_params", pooling_params, len(many), (PoolingParams, type(None)))
         if pooling_task is not None and any(one is not None and one.task != pooling_task for one in params):
             raise RequestError("pooling_task and pooling_params name different tasks.", param="pooling_task")
-        shared, process = (
-            {"truncate_prompt_tokens": truncate_prompt_tokens},
-            self.llm_engine.input_processor.process_pooling,
+        process = partial(
+            self.llm_engine.input_processor.process_pooling, truncate_prompt_tokens=truncate_prompt_tokens
         )
         rows = zip(self._tokenize(many), params, self._adapters(lora_request, len(many)), strict=True)
         done = [
-            self._blamed(index, len(many), process, prompt, one, adapter=adapter, **shared)
+            self._blamed(index, len(many), process, prompt, one, adapter=adapter)
             for index, (prompt, one, adapter) in enumerate(rows)
         ]
         return self._run(done, use_tqdm, "encode")
@@ -246,7 +246,7 @@ class LLM:
     ) -> list[ScoringRequestOutput]:
         """How well texts fit each other: one against each of `data_2`, or each against its own. A cross-encoder reads both
         texts; of a model that embeds it is the cosine of their vectors. truncate_prompt_tokens: of a pair, or of each text."""
-        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        first, second = as_texts("data_1", data_1), as_texts("data_2", data_2)
         engine, pairs = self.llm_engine, paired(first, second)
         options: PoolingOptions = {"use_tqdm": use_tqdm, "lora_request": lora_request}
         if reads_pairs(engine.model):
@@ -325,7 +325,7 @@ class LLM:
         engine = self.llm_engine
         ids = [request.request_id for request in requests]
         outputs: dict[str, RequestOutput | PoolingRequestOutput[Any]] = {}
-        with self._turn:
+        with engine.turn:
             bar = ProgressBar(title, len(requests)) if use_tqdm and requests else None
             try:
                 for request in requests:
@@ -338,8 +338,7 @@ class LLM:
                             logger.warning("Request %s failed: %s", output.request_id, output.error.message)
                     if bar is not None:
                         bar.update(len(finished), stats.num_prompt_tokens, stats.num_generation_tokens)
-                while engine.client.has_work:  # a step launched before the last EOS was known still holds its blocks
-                    engine.step_with_stats()
+                engine.come_to_rest(most_s=inf)
             except BaseException:
                 engine.abort_request(ids)
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+REST_S = 1.0  # the most that figures wait for steps behind the last request
 LOAD_POLL_S = 0.002
 """Between two looks at an adapter that is being loaded."""
 ASKS_FOR_LOG_LINES = frozenset({"disable_log_stats", "log_stats_interval_s"})
@@ -69,7 +71,7 @@ class LLMEngine:
         self.stat_loggers.engine_started(self.info)
         self._load_adapters()
         self._next_log = time.monotonic() + self.config.observability.log_stats_interval_s
-        self._is_closed = False
+        self._is_closed, self.turn = False, threading.RLock()
 
     def _load_adapters(self) -> None:
         """Those that `lora_modules` names."""
@@ -164,7 +166,20 @@ class LLMEngine:
         return self.output_processor.num_unfinished
 
     def get_metrics(self) -> list[Metric]:
+        if self.client.error is None and not self.has_unfinished_requests():
+            self.client.call("check_health")  # an engine in another process tells all before it answers
+            self.come_to_rest()
         return self.stat_loggers.snapshot()
+
+    def come_to_rest(self, most_s: float = REST_S) -> None:
+        """Take in what the engine has still to do and to tell behind the last request's end: it holds blocks and slots."""
+        until = time.monotonic() + most_s  # a KV connector may take long
+        if self.turn.acquire(blocking=False):  # else another thread steps
+            try:
+                while not self.has_unfinished_requests() and self.client.has_work and time.monotonic() < until:
+                    self.step_with_stats()
+            finally:
+                self.turn.release()
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Have the engine read an adapter before a request names it. Raises `RequestError` for one that it cannot serve."""
@@ -195,10 +210,12 @@ class LLMEngine:
         return True
 
     def reset_prefix_cache(self) -> bool:
+        self.come_to_rest()
         return bool(self.client.call("reset_prefix_cache"))
 
     def kv_cache_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""
+        self.come_to_rest()
         return float(self.client.call("kv_cache_usage"))
 
     def shutdown(self) -> None:

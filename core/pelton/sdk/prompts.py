@@ -22,3 +22,13 @@ def as_several(name: str, value: Any, *, part: type, wanted: str, param: str) ->
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise RequestError(f"{name} is a {type(value).__name__}; give {wanted}.", param=param)
     return [value] if value and isinstance(value[0], part) else list(value)
+
+
+def as_texts(name: str, value: Any) -> list[str]:
+    """One text or several, as several."""
+    given = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
+    for text in given:
+        if not isinstance(text, str):
+            holds = "is" if text is value else "holds"
+            raise RequestError(f"{name} {holds} a {type(text).__name__}; give a text, or a list of texts.", param=name)
+    return given

@@ -112,8 +112,8 @@ class OutputParserConformance:
         assert all(isinstance(text, str) and text for text in self.parser_class.reasoning_end)
 
     def test_a_long_answer_takes_no_more_than_seconds(self) -> None:
-        """A parser that reads everything again and again would stop the server."""
-        began = time.perf_counter()
+        """A parser that reads everything again with each token would stop the server."""
+        began = time.thread_time()  # of the processor: the machine may have other work
         for sample in self.samples:
-            self.events(sample, sample.text[: len(sample.text) // 2] + "word " * 10_000)
-        assert time.perf_counter() - began < 2 * len(self.samples)
+            self.events(sample, sample.text[: len(sample.text) // 2], *["word "] * 10_000)
+        assert time.thread_time() - began < 2 * len(self.samples)

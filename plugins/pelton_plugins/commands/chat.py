@@ -15,7 +15,7 @@ import msgspec
 from pelton import env
 from pelton.errors import ConfigError, PeltonError, RequestError
 from pelton.sampling_params import RequestOutputKind
-from pelton_plugins.commands.sampling import SamplingFlags, make_params
+from pelton_plugins.commands.sampling import SamplingFlags, check, make_params
 from pelton_plugins.flags import Parsed, parse_flags
 
 DOC = """Talk with a model: in this process, or with --url at a running server.
@@ -109,7 +109,9 @@ def _answer(partner: Partner, messages: list[Message]) -> str:
 def _in_process(parsed: Parsed) -> Partner:
     from pelton.sdk.llm_engine import LLMEngine
 
-    given = parsed.structs["SamplingFlags"].given()
+    # An answer ends where the model ends it, or where the context does.
+    given = {"max_tokens": None, **parsed.structs["SamplingFlags"].given()}
+    check(given)
     return LocalPartner(LLMEngine(parsed.config, explicit=parsed.explicit), given)
 
 
@@ -119,8 +121,7 @@ class LocalPartner:
     def __init__(self, engine: Any, given: dict[str, Any]) -> None:
         self.engine = engine
         defaults = engine.input_processor.get_default_sampling_params()
-        # An answer ends where the model ends it, or where the context does.
-        self.params = make_params(defaults, {"max_tokens": None, **given}, RequestOutputKind.DELTA)
+        self.params = make_params(defaults, given, RequestOutputKind.DELTA)
         self._count = 0
 
     def reply(self, messages: list[Message]) -> Generator[str]:

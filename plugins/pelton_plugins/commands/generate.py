@@ -15,7 +15,7 @@ from pelton.errors import ConfigError
 from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind
 from pelton.sdk.llm_engine import LLMEngine
-from pelton_plugins.commands.sampling import SamplingFlags, make_params
+from pelton_plugins.commands.sampling import SamplingFlags, check, make_params
 from pelton_plugins.flags import parse_flags
 
 DOC = """Complete prompts with a model in this process.
@@ -45,8 +45,9 @@ def run(argv: list[str]) -> int:
     )
     arguments: GenerateArguments = parsed.structs["GenerateArguments"]
     flags: SamplingFlags = parsed.structs["SamplingFlags"]
-    prompts = read_prompts(arguments)
     given = {"max_tokens": DEFAULT_MAX_TOKENS, **flags.given()}
+    check(given)
+    prompts = read_prompts(arguments)
     engine = LLMEngine(parsed.config, explicit=parsed.explicit)
     try:
         is_stream = len(prompts) == 1 and not arguments.json and given.get("n", 1) == 1

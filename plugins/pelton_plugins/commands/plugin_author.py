@@ -5,6 +5,7 @@ A skeleton is a folder of `skeletons/`: a package that works, whose parts are ca
 
 from __future__ import annotations
 
+import importlib.metadata
 import keyword
 import re
 import sys
@@ -16,10 +17,12 @@ import msgspec
 from pelton.cli.table import format_table
 from pelton.config.engine import did_you_mean
 from pelton.errors import ConfigError
+from pelton.plugins import DISTRIBUTION, GROUP
 from pelton_plugins.flags import parse_flags
 
 SKELETONS = Path(__file__).parent / "skeletons"
 PLACEHOLDER = "skeleton"
+OUR_PACKAGES = frozenset({"pelton_plugins", "pelton_backends", "pelton_platforms"})
 
 PYPROJECT = """\
 [build-system]
@@ -120,6 +123,8 @@ def write_skeleton(kind: str, name: str, folder: str | None = None) -> Path:
             f"The name {name!r} cannot be a package's; use lower-case letters, digits and -, such as my-{kind}."
         )
     package, distribution = f"pelton_{snake}", "pelton-" + snake.replace("_", "-")
+    if package in OUR_PACKAGES or snake in _names_of_ours():
+        raise ConfigError(f"The name {name!r} is one of Pelton's own; use another, such as my-{kind}.")
     target = Path(folder if folder is not None else distribution)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already, and not empty; give another --folder.")
@@ -139,6 +144,12 @@ def write_skeleton(kind: str, name: str, folder: str | None = None) -> Path:
     except OSError as error:
         raise ConfigError(f"The package cannot be written to {target}: {error}. Give another --folder.") from error
     return target
+
+
+def _names_of_ours() -> set[str]:
+    """Names of built-in plugins, of which there cannot be a second one."""
+    points = importlib.metadata.entry_points(group=GROUP)
+    return {point.name for point in points if point.dist is not None and point.dist.name == DISTRIBUTION}
 
 
 def _snake(name: str) -> str:

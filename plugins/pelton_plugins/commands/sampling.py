@@ -38,6 +38,11 @@ class SamplingFlags(msgspec.Struct, frozen=True, kw_only=True):
         return {**{name: value for name, value in fields.items() if value is not None}, **self.sampling_params}
 
 
+def check(given: dict[str, Any]) -> None:
+    """Refuse a bad value before a model is loaded. Raises `ConfigError` naming it."""
+    make_params(SamplingParams(), given, RequestOutputKind.FINAL_ONLY)
+
+
 def make_params(defaults: SamplingParams, given: dict[str, Any], kind: RequestOutputKind) -> SamplingParams:
     """The model's defaults with what was given put over them. Raises `ConfigError` naming a bad value."""
     values = {**msgspec.structs.asdict(defaults), **given, "output_kind": kind}

@@ -127,6 +127,11 @@ def rank_folders(parallel: ParallelConfig) -> list[str]:
 def block_size(context: ConnectorContext) -> int:
     """Tokens of a block. Raises `ConfigError` for a model whose layers keep different tokens."""
     groups = context.plan.groups
+    if any(group.spec.has_fixed_page for group in groups):
+        raise ConfigError(
+            f"The KV connector {context.name!r} keeps what models have of each token; this one has states of whole requests. "
+            "Leave kv_transfer_config out for it."
+        )
     if len(groups) != 1:
         raise ConfigError(
             f"The KV connector {context.name!r} serves models with one KV group; this one has {len(groups)}. "

@@ -105,8 +105,10 @@ class JsonParser(ScriptParser):
             character = self._text[self._at]
             if character == "{":
                 left = yield from self.call_object(stop)
+                if left and has_call:  # where the answer's length cuts the beginning of a call off, it is no text
+                    return left if (yield from self.more()) else ""
                 if left:
-                    return left if has_call else raw + space + left
+                    return raw + space + left
                 has_call, raw = True, ""
             elif character == ",":
                 raw += space + self.take(1)

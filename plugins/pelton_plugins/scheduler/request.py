@@ -51,6 +51,7 @@ class RequestState:
         "num_cached_blocks",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_tokens",
         "num_found_tokens",
         "num_prompt_tokens",
         "num_tokens_with_pending",
@@ -123,6 +124,7 @@ class RequestState:
         self.num_cached_blocks = 0  # full blocks of known tokens made findable so far
         self.num_found_tokens = 0  # found in the prefix cache this time
         self.num_cached_tokens = -1  # found, or brought by a connector, at the first scheduling; -1 before it
+        self.num_external_tokens = 0  # of them, brought by a connector
         self.skip_prefix_lookup = params.prompt_logprobs is not None
         if pooling is not None and pooling.skip_reading_prefix_cache:
             self.skip_prefix_lookup = True

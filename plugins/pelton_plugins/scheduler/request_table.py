@@ -86,6 +86,7 @@ class RequestTable:
         self.waiting.remove(request)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
+            request.num_external_tokens = request.connector_tokens
             self.num_queued_reqs -= 1
             self.num_queued_tokens -= request.num_prompt_tokens
             if self._has_shares:

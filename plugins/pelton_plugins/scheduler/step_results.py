@@ -200,7 +200,10 @@ class StepResults:
         self.cache_and_plan(request, is_plain=False)
         told = EngineOutput(request.request_id, [], FinishReason.STOP, pooled=pooled)
         told.events, request.events = request.events, []
-        told.num_cached_tokens = max(request.num_cached_tokens, 0)
+        told.num_cached_tokens, told.num_external_tokens = (
+            max(request.num_cached_tokens, 0),
+            request.num_external_tokens,
+        )
         self._table.finish(request)
         told.kv_transfer_params = request.kv_transfer_params
         return told
@@ -264,7 +267,10 @@ def _full_output(
         request.prompt_logprobs = []
         request.skip_prefix_lookup = False  # after a preemption they are not needed again
     output.events, request.events = request.events, []
-    output.num_cached_tokens = max(request.num_cached_tokens, 0)
+    output.num_cached_tokens, output.num_external_tokens = (
+        max(request.num_cached_tokens, 0),
+        request.num_external_tokens,
+    )
     return output
 
 

@@ -260,4 +260,5 @@ def _log_unknown(body: bytes, struct: type[T]) -> None:
     known = {field.encode_name for field in msgspec.structs.fields(struct)}
     unknown = sorted(set(msgspec.json.decode(body)) - known)
     if unknown:
-        logger.debug("%s: fields that mean nothing here: %s", struct.__name__, ", ".join(unknown)[:1000])
+        names = ascii(", ".join(unknown))[1:-1]  # a client's own words: on one line
+        logger.debug("%s: fields that mean nothing here: %s", struct.__name__, names[:1000])

@@ -121,9 +121,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not 0 <= self.max_stored_responses <= 100_000:
             raise ConfigError(f"max_stored_responses is {self.max_stored_responses}; use 0 to 100000, such as 1000.")
         for name in ("body_timeout_s", "graceful_shutdown_s", "timeout_keep_alive_s", "max_engine_silence_s"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # NaN too
                 raise ConfigError(f"{name} is {getattr(self, name)}; use 0 or more seconds.")
-        if self.sse_keep_alive_interval is not None and self.sse_keep_alive_interval <= 0:
+        if self.sse_keep_alive_interval is not None and not self.sse_keep_alive_interval > 0:
             raise ConfigError(f"sse_keep_alive_interval is {self.sse_keep_alive_interval}; use seconds above 0.")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither.")

@@ -177,7 +177,7 @@ async def _process(exchange: Exchange, llm: AsyncLLM | Any, request: PoolingRequ
     params = None if given == (None, None, None) else _params(llm, *given)
     request_id = _id(exchange, request, "pool")
     stream = llm.encode(
-        {DATA: request.data}, params, f"{request_id}-{uuid.uuid4().hex[:12]}", priority=request.priority or 0,
+        {DATA: request.data}, params, _engine_id(request_id), priority=request.priority or 0,
         cache_salt=request.cache_salt, timeout_s=request.timeout_s, truncate_prompt_tokens=request.truncate_prompt_tokens,
         **_adapter(exchange),
     )  # fmt: skip
@@ -252,9 +252,8 @@ async def _run(
     kind: str,
     truncate: int | None = None,
 ) -> Outputs:
-    readable = _id(exchange, request, kind)[: limits.MAX_REQUEST_ID_CHARS - 40]
     found: Outputs = await llm.encode_all(
-        prompts, params, f"{readable}-{uuid.uuid4().hex[:12]}",  # a client may send one X-Request-Id twice
+        prompts, params, _engine_id(_id(exchange, request, kind)),
         priority=request.priority or 0, cache_salt=request.cache_salt, timeout_s=request.timeout_s,
         truncate_prompt_tokens=request.truncate_prompt_tokens if truncate is None else truncate,
         **_adapter(exchange),
@@ -351,6 +350,11 @@ def _count(outputs: Outputs) -> int:
 
 def _id(exchange: Exchange, request: PooledRequest, kind: str) -> str:
     return f"{kind}-{request.request_id or exchange.request_id}"
+
+
+def _engine_id(request_id: str) -> str:
+    """One that never comes again: a client may send one X-Request-Id twice."""
+    return f"{request_id[: limits.MAX_REQUEST_ID_CHARS - 40]}-{uuid.uuid4().hex[:12]}"
 
 
 def _model(exchange: Exchange, request: PooledRequest) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from pelton.utils.threads import take_short_turns
 from pelton_plugins.server.app import build_app
 from pelton_plugins.server.config import ServerConfig
 from pelton_plugins.server.errors import UnavailableError
+from pelton_plugins.server.low_priority import LowPriority
 from pelton_plugins.server.state import ServerState
 from pelton_plugins.server.wire import BoundedHttpProtocol
 
@@ -35,9 +37,6 @@ if TYPE_CHECKING:
     from pelton.engine.client import EngineClient
     from pelton_plugins.server.ahead import EngineAhead
     from pelton_plugins.server.processes.owner import Owner
-
-NICENESS = 5
-"""Of the process that serves beside an engine on a CPU."""
 
 logger = get_logger(__name__)
 
@@ -71,6 +70,7 @@ class Server:
             self.state.tracing = make_tracing(
                 config.otlp_traces_endpoint, detailed=bool(config.collect_detailed_traces)
             )
+        self.priority = LowPriority()
         self._uvicorn: _Uvicorn | None = None
         self._num_signals = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -87,6 +87,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        limit_s = self.config.graceful_shutdown_s
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 build_app(self.state, self.plugins),
@@ -100,7 +101,7 @@ class Server:
                 ssl_certfile=self.config.ssl_certfile,
                 ssl_keyfile=self.config.ssl_keyfile,
                 timeout_keep_alive=self.config.timeout_keep_alive_s,
-                timeout_graceful_shutdown=int(self.config.graceful_shutdown_s) + 5,
+                timeout_graceful_shutdown=None if math.isinf(limit_s) else int(limit_s) + 5,
             )
         )
         self._loading = asyncio.create_task(self._load())
@@ -147,7 +148,7 @@ class Server:
             _shutdown(llm)
             raise
         if llm.info.report.platform == "cpu":
-            lower_priority()
+            self.priority.lower()
         self.state.llm = llm
         self._announce(llm, time.perf_counter() - started)
 
@@ -158,7 +159,7 @@ class Server:
         from pelton.engine.process_client import ProcessClient
 
         connection = None if options or self.ahead is None else self.ahead.take()
-        return ProcessClient(*arguments, connection=connection, **options)
+        return ProcessClient(*arguments, connection=connection, **{"connect": self.priority.connect} | options)
 
     def _on_loaded(self, task: asyncio.Task[None]) -> None:
         """A server whose engine did not start ends; `_exit_code` says why."""
@@ -255,15 +256,6 @@ def _shutdown(llm: Any) -> None:
     """AsyncLLM's own shutdown; an engine that is dead already is not news here."""
     with contextlib.suppress(EngineDeadError):
         llm.shutdown()
-
-
-def lower_priority(by: int = NICENESS) -> None:
-    """Lower the priority of this process: its engine, which has started already, computes on the same cores."""
-    with contextlib.suppress(OSError):  # Linux has one for each thread, others have no such folder
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(ProcessLookupError):
-                now = os.getpriority(os.PRIO_PROCESS, int(thread))
-                os.setpriority(os.PRIO_PROCESS, int(thread), now + by)
 
 
 def check_tls(config: ServerConfig) -> None:

@@ -15,7 +15,7 @@ from pelton import __version__
 from pelton.config import EngineConfig
 from pelton.metrics.buckets import BucketCounts
 from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
-from pelton.metrics.stats import WAIT, FinishedRequestStats, IterationStats, SchedulerStats
+from pelton.metrics.stats import KV_FETCH_STAGES, WAIT, FinishedRequestStats, IterationStats, SchedulerStats
 from pelton_plugins.stat_loggers.families import (
     FAMILIES,
     SLEEP_STATES,
@@ -25,7 +25,7 @@ from pelton_plugins.stat_loggers.families import (
     is_shown,
     minor_version,
 )
-from pelton_plugins.stat_loggers.work import Work
+from pelton_plugins.stat_loggers.work import Work, num_computed_prompt_tokens
 
 if TYPE_CHECKING:
     from pelton.messages.report import EngineInfo
@@ -75,7 +75,6 @@ class PrometheusLogger:
         self._cache_config: dict[str, str] = {}
         self._max_loras = config.lora.max_loras if config.lora.enable_lora else 0
         self._work: Work | None = None
-        self._brought = 0  # tokens of a KV connector, of requests that have not told of theirs yet
         self._adapters: tuple[dict[str, int], dict[str, int]] = ({}, {})  # running, waiting
         self._lock = threading.Lock()
         self._values: dict[tuple[str, str | None], float] = {}
@@ -139,8 +138,8 @@ class PrometheusLogger:
         values["num_requests_waiting_by_reason", "deferred"] = stats.num_deferred_reqs
         values["num_requests_waiting_by_reason", "capacity"] = stats.num_waiting_reqs - stats.num_deferred_reqs
         values["kv_cache_usage_perc", None] = stats.kv_cache_usage
-        for stage, count in stats.kv_fetch_reqs.items():
-            values["num_requests_kv_fetch_by_stage", stage] = count
+        for stage in KV_FETCH_STAGES:
+            values["num_requests_kv_fetch_by_stage", stage] = stats.kv_fetch_reqs.get(stage, 0)
         if not values["engine_sleep_state", SLEEP_STATES[stats.sleep_level]]:
             self._set_sleep(stats.sleep_level)
         self._adapters = stats.running_adapters, stats.waiting_adapters
@@ -148,7 +147,6 @@ class PrometheusLogger:
         self._add("prefix_cache_hits", stats.prefix_cache_hits)
         self._add("external_prefix_cache_queries", stats.external_prefix_cache_queries)
         self._add("external_prefix_cache_hits", stats.external_prefix_cache_hits)
-        self._brought += stats.external_prefix_cache_hits
         self._add("corrupted_requests", stats.num_corrupted_reqs)
         self._add("num_preemptions", stats.num_preemptions)
         self._add("spec_decode_num_drafts", stats.spec_num_drafts)
@@ -180,8 +178,7 @@ class PrometheusLogger:
     def _record_iteration(self, stats: IterationStats) -> None:
         self._add("prompt_tokens", stats.num_prompt_tokens)
         self._add("prompt_tokens_cached", stats.num_cached_prompt_tokens)
-        brought = min(self._brought, stats.num_cached_prompt_tokens)
-        self._brought -= brought
+        brought = stats.num_external_prompt_tokens
         found = stats.num_cached_prompt_tokens - brought
         for source, name, amount in (
             ("local_cache_hit", "device", found), ("external_kv_transfer", "external_unspecified", brought),
@@ -208,7 +205,7 @@ class PrometheusLogger:
                 series.observe(value)
         if stats.max_num_generation_tokens is not None:  # with the sample that ends last
             self._observe("request_params_n", (stats.n,))
-        self._observe("request_prefill_kv_computed_tokens", (stats.num_prompt_tokens - stats.num_cached_tokens,))
+        self._observe("request_prefill_kv_computed_tokens", (num_computed_prompt_tokens(stats),))
 
     def _add(self, name: str, amount: float, label: str | None = None) -> None:
         if amount:

@@ -21,7 +21,7 @@ class Work:
 
     def of(self, stats: FinishedRequestStats) -> dict[str, float]:
         """Amounts by the counter that they belong to."""
-        first, prompt = stats.num_cached_tokens, stats.num_prompt_tokens
+        first, prompt = stats.num_cached_tokens, stats.num_cached_tokens + num_computed_prompt_tokens(stats)
         last = prompt + max(stats.num_generation_tokens - 1, 0)  # the last token is sampled, and not computed
         flops = (last - first) * self._token_flops + stats.num_generation_tokens * self._output_flops
         flops += sum(each * attended(first, last, window) for window, each in self._context_flops.items())
@@ -31,6 +31,12 @@ class Work:
             "estimated_read_bytes_per_gpu": read,
             "estimated_write_bytes_per_gpu": (last - first) * sum(self._context_bytes.values()),
         }
+
+
+def num_computed_prompt_tokens(stats: FinishedRequestStats) -> int:
+    """Prompt tokens that were computed; none of a request that ended before its turn came."""
+    has_begun = stats.queue_time_s is not None or stats.num_generation_tokens > 0
+    return stats.num_prompt_tokens - stats.num_cached_tokens if has_begun else 0
 
 
 def attended(first: int, last: int, window: int) -> int:

@@ -7,11 +7,11 @@ import re
 from typing import Any
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
 
 from pelton.config.structured_outputs import StructuredOutputsConfig
 from pelton.errors import RequestError
 from pelton.sampling_params import StructuredOutputsParams
+from pelton_plugins.structured_output.gbnf import gbnf_to_lark
 from pelton_plugins.structured_output.json_schema import prepare_schema, read_json
 from pelton_plugins.structured_output.structural_tags import structural_tag_grammar
 from pelton_plugins.structured_output.vocabulary import Vocabulary
@@ -107,20 +107,13 @@ def choice_grammar(texts: list[str]) -> str:
 
 
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_LARK_RULE = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 
 
 def lark_of(text: str) -> str:
     """A grammar in Lark's form; written as that, or as GBNF or EBNF (`name ::= ...`)."""
     check_nesting(text, "grammar")
-    if not _GBNF_RULE.search(text):
-        return text
-    try:
-        lark: str = any_to_lark(text)
-    except Exception as error:  # a parser's own error, or Python's for what it did not think of
-        raise RequestError(
-            f"structured_outputs.grammar cannot be read as GBNF or EBNF: {error}", param="structured_outputs"
-        ) from None
-    return lark
+    return gbnf_to_lark(text) if _GBNF_RULE.search(text) and not _LARK_RULE.search(text) else text
 
 
 def ascii_digits(regex: str) -> str:

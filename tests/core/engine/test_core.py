@@ -379,6 +379,18 @@ def test_a_step_without_masks_fails_and_the_engine_goes_on(core_with_grammars, g
     assert not executor.violations
 
 
+def test_a_request_that_waits_for_no_step_is_told_of(core_with_grammars, monkeypatch):
+    """Nothing runs, and so nothing comes back."""
+    core, _ = core_with_grammars
+    monkeypatch.setattr("pelton_plugins.scheduler.gates.is_compiled", lambda request: False)
+    core.add_request(make_request("g", 3, 20, structured_outputs=StructuredOutputsParams(regex="5")))
+    stats = core.step().stats
+    assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.num_deferred_reqs) == (0, 1, 1)
+    assert core.step().stats is None, "told once"
+    monkeypatch.undo()
+    assert len(tokens(run(core)["g"])) > 2
+
+
 def test_a_call_takes_in_what_is_open_and_launches_nothing(core_with_grammars):
     core, executor = core_with_grammars
     executor.launches_past_masks = True

@@ -99,6 +99,7 @@ def test_text_needs_a_tokenizer() -> None:
     "fields, param",
     [
         pytest.param({"request_id": ""}, "request_id", id="empty-id"),
+        pytest.param({"request_id": "a\nERROR 12:00:00 forged"}, "request_id", id="id-of-two-log-lines"),
         pytest.param({"request_id": "x" * (limits.MAX_REQUEST_ID_CHARS + 1)}, "request_id", id="long-id"),
         pytest.param({"priority": limits.MAX_ABS_PRIORITY + 1}, "priority", id="priority"),
         pytest.param({"priority": 1.5}, "priority", id="fractional-priority"),

@@ -34,6 +34,9 @@ def test_the_prefix_cache_is_not_read_where_every_hidden_state_is_needed(pooling
     params = PoolingParams(task=task)
     assert check_pooling_params(params, model(spec)).skip_reading_prefix_cache is skips
     assert params.skip_reading_prefix_cache is None, "the user's own is left as it was"
+    for asked in (False, True):
+        params = PoolingParams(task=task, skip_reading_prefix_cache=asked)
+        assert check_pooling_params(params, model(spec)).skip_reading_prefix_cache is (skips or asked)
 
 
 @pytest.mark.parametrize("spec, params, error, message", [

@@ -272,6 +272,7 @@ def test_a_failed_start_ends_the_others():
         ({"data_parallel_routing": "luck"}, "data_parallel_routing is 'luck'; available: load, prefix"),
         ({"data_parallel_start_rank": 1}, "data_parallel_start_rank is 1 and data_parallel_size_local 2; use engines of 0 to 1"),
         ({"data_parallel_size_local": 3}, "use engines of 0 to 1"),
+        ({"data_parallel_size_local": 2**70}, "use engines of 0 to 1"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(settings, message):

@@ -116,6 +116,10 @@ def test_a_cross_encoder_tells_the_two_texts_apart(tmp_path):
         assert [len(output.prompt_token_ids) <= 8 for output in cut] == [True] * 3
         with pytest.raises(RequestError, match="2 first texts and 3 second ones"):
             llm.score(["a", "b"], documents, use_tqdm=False)
+        with pytest.raises(RequestError, match="data_1 is a int; give a text, or a list of texts"):
+            llm.score(1, "a", use_tqdm=False)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="data_2 holds a int; give a text, or a list of texts"):
+            llm.score("a", [1, 2], use_tqdm=False)  # type: ignore[list-item]
     for document, score in zip(documents, scores, strict=True):
         encoded = tokenizer.encode(query, document)
         assert 1 in encoded.type_ids

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 from pelton.parsing.interface import Arguments, Content, ParserContext, Reasoning, ToolCall
 from pelton.testing.output_parser import OutputParserConformance, Sample
 from pelton_plugins.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
@@ -313,6 +317,13 @@ class TestJsonCalls(OutputParserConformance):
     samples = (
         sample('[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"name": "get_time", "parameters": {}}]', *PARIS, *NOW),
         sample(' {"name": "get_weather", "parameters": {"city": "Paris"}}', *PARIS),
+        # Cut off in a further call: its beginning is no text, not so what is not the beginning of a call.
+        *(
+            sample('[{"name": "get_weather", "parameters": {"city": "Paris"}}' + cut, *PARIS)
+            for cut in (",", ", {", ', {"na', ', {"name": "get_t', ', {"name": "get_time"', ', {"name": "get_time", "par')
+        ),
+        sample('[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"x" 1', *PARIS, Content('{"x" 1')),
+        sample('[{"na', Content('[{"na')),
         sample("[]", Content("[]")),
     )  # fmt: skip
 
@@ -321,3 +332,26 @@ def test_a_parser_says_which_of_its_texts_may_be_special_tokens():
     context = ParserContext()
     assert "[TOOL_CALLS]" in MistralParser.markers(context)
     assert set(GraniteParser.markers(context)) >= {"<|tool_call|>", "</tool_call>"}
+
+
+def test_the_suite_finds_a_parser_that_reads_everything_with_each_token(monkeypatch):
+    """By a clock that says how many characters have been read."""
+    spent = [0.0]
+    monkeypatch.setattr("pelton.testing.output_parser.time", SimpleNamespace(thread_time=lambda: spent[0]))
+
+    class Reads(HermesParser):
+        reads_again = False
+
+        def feed(self, text):
+            self.seen = getattr(self, "seen", 0) + len(text)
+            spent[0] += (self.seen if self.reads_again else len(text)) * 1e-8
+            return super().feed(text)
+
+    class Suite(OutputParserConformance):
+        parser_class = Reads
+        samples = (sample("text", Content("text")),)
+
+    Suite().test_a_long_answer_takes_no_more_than_seconds()
+    Reads.reads_again = True
+    with pytest.raises(AssertionError):
+        Suite().test_a_long_answer_takes_no_more_than_seconds()

@@ -18,7 +18,7 @@ def test_tokens_that_a_connector_brings_in_the_step_are_not_computed(overlap):
     harness.run_and_check()
     assert harness.executor.outputs[0].new[0].num_computed_tokens == 8
     assert harness.executor.num_computed_tokens == 11 - 8 + 5 - 1
-    assert harness.outputs["a"][0].num_cached_tokens == 8
+    assert harness.outputs["a"][0].num_cached_tokens == harness.outputs["a"][0].num_external_tokens == 8
 
 
 def test_tokens_that_it_is_asked_for_and_brings_are_counted():

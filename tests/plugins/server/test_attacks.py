@@ -55,6 +55,18 @@ def test_a_path_cannot_write_lines_of_the_log(start, caplog):
         assert record.getMessage().isprintable()
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_names_of_fields_cannot_write_lines_of_the_log(start, caplog, path):
+    server, forged = start(), "x\nERROR 11:11:11 forged\r\x1b[31mred\u2028\x85"
+    text = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]}, "/v1/responses": {"input": "a"}}
+    with caplog.at_level(logging.DEBUG, logger="pelton"):
+        body = {**text.get(path, {"prompt": "a"}), forged: 1}
+        assert httpx.post(server.url + path, json=body, timeout=60).status_code == 200
+    assert any("mean nothing here" in record.getMessage() for record in caplog.records)
+    for record in caplog.records:
+        assert record.getMessage().isprintable(), record.getMessage()
+
+
 # 4: clients that do not read, and bodies that do not come
 
 

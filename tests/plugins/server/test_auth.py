@@ -110,6 +110,8 @@ def test_reachable_addresses_need_a_key(host, loopback):
         ({"ssl_certfile": "x.pem"}, "belong together"),
         ({"public_routes": ["health"]}, "start with a slash"),
         ({"sse_keep_alive_interval": 0}, "above 0"),
+        ({"sse_keep_alive_interval": float("nan")}, "sse_keep_alive_interval is nan; use seconds above 0"),
+        ({"graceful_shutdown_s": float("nan")}, "graceful_shutdown_s is nan; use 0 or more seconds"),
     ],
 )
 def test_bad_settings_name_the_field(settings, message):

@@ -176,7 +176,8 @@ def test_start_prints_table_and_a_curl_line_that_works(launch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_running_requests_finish_then_the_exit_code_is_0(launch, number):
-    server = launch("--port", "0", is_forked=False)
+    limit_s = "inf" if number == signal.SIGINT else "30"
+    server = launch("--port", "0", "--graceful-shutdown-s", limit_s, is_forked=False)
     url = server.wait_ready()
     thread, replies = long_request(url, 40)
     server.process.send_signal(number)

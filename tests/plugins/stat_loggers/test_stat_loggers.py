@@ -186,6 +186,7 @@ def test_gauges_and_counters_follow_the_scheduler():
         prefix_cache_hits=40, num_preemptions=1, num_scheduled_tokens=60, num_steps=2,
         host_time_s={"schedule": 0.0002, "update": 0.0004}, spec_num_draft_tokens=6, spec_num_accepted_tokens=4,
         external_prefix_cache_queries=9, external_prefix_cache_hits=4, num_corrupted_reqs=1,
+        kv_fetch_reqs={"in_progress": 2},
     )  # fmt: skip
     logger.record(stats, IterationStats(num_prompt_tokens=10, num_generation_tokens=4, num_cached_prompt_tokens=2))
     logger.record(stats, IterationStats(num_prompt_tokens=10, num_generation_tokens=4))
@@ -199,20 +200,23 @@ def test_gauges_and_counters_follow_the_scheduler():
     }  # fmt: skip
     assert {name: value_of(logger, f"pelton_{name}") for name in expected} == expected
     assert value_of(logger, "pelton_num_requests_waiting_by_reason", reason="deferred") == 2
+    assert value_of(logger, "pelton_num_requests_kv_fetch_by_stage", stage="in_progress") == 2
     assert value_of(logger, "pelton_num_requests_waiting_by_reason", reason="capacity") == 3
     assert value_of(logger, "pelton_step_host_seconds_count", stage="schedule") == 4
     assert value_of(logger, "pelton_step_host_seconds_sum", stage="update") == pytest.approx(0.0008)
     logger.record(SchedulerStats(), IterationStats())
     assert value_of(logger, "pelton_num_requests_running") == 0
     assert value_of(logger, "pelton_kv_cache_usage_perc") == 0
+    assert value_of(logger, "pelton_num_requests_kv_fetch_by_stage", stage="in_progress") == 0
     assert value_of(logger, "pelton_prefix_cache_hits_total") == 80
 
 
 def test_cached_tokens_by_where_they_lay():
-    """What a connector brought is told of before the requests that it was brought for have their first token."""
+    """What a connector brought for a request that ended before its first token is of no other."""
     logger = PrometheusLogger(CONFIG)
-    logger.record(SchedulerStats(external_prefix_cache_hits=48), IterationStats())
-    logger.record(SchedulerStats(), IterationStats(num_prompt_tokens=100, num_cached_prompt_tokens=64))
+    logger.record(SchedulerStats(external_prefix_cache_hits=48 + 16), IterationStats())
+    mixed = IterationStats(num_prompt_tokens=100, num_cached_prompt_tokens=64, num_external_prompt_tokens=48)
+    logger.record(SchedulerStats(), mixed)
     logger.record(SchedulerStats(), IterationStats(num_prompt_tokens=50, num_cached_prompt_tokens=32))
     by_source = {source: value_of(logger, "pelton_prompt_tokens_by_source_total", source=source)
                  for source in ("local_compute", "local_cache_hit", "external_kv_transfer")}  # fmt: skip
@@ -236,7 +240,9 @@ def test_work_is_estimated_of_finished_sequences():
     report = DeviceReport(weights_bytes=500, work=work)
     logger.engine_started(msgspec.structs.replace(info(), report=report))
     finished = FinishedRequestStats("stop", num_prompt_tokens=6, num_generation_tokens=3, num_cached_tokens=2)
-    logger.record(SchedulerStats(num_steps=4, num_scheduled_tokens=9), IterationStats(finished_requests=[finished]))
+    waited = FinishedRequestStats("abort", num_prompt_tokens=900)
+    stats = IterationStats(finished_requests=[finished, waited])
+    logger.record(SchedulerStats(num_steps=4, num_scheduled_tokens=9), stats)
     # Tokens 2 to 7 are computed: they attend to 3 to 8 tokens, or to at most 4.
     flops = 6 * 1000 + 3 * 50 + 7 * (3 + 4 + 5 + 6 + 7 + 8) + 3 * (3 + 4 * 5)
     read = 4 * 500 + 11 * (7 + 8) + 13 * (4 + 4)
@@ -279,11 +285,13 @@ def test_finished_requests_fill_the_histograms_and_unreached_intervals_none():
         num_preemptions=1, e2e_latency_s=2.0, queue_time_s=1.0, prefill_time_s=2.0, decode_time_s=8.0,
         inference_time_s=10.0, mean_time_per_output_token_s=0.75,
     )  # fmt: skip
-    aborted = FinishedRequestStats(finish_reason="abort", num_prompt_tokens=5, max_num_generation_tokens=0)
+    aborted = FinishedRequestStats(
+        finish_reason="abort", num_prompt_tokens=5, max_num_generation_tokens=0
+    )  # in the queue
     logger.record(None, IterationStats(finished_requests=[done, aborted], num_rejected_reqs={"max_num_queued_reqs": 3}))
     for name, (count, total) in {
         "request_prompt_tokens": (2, 35), "request_generation_tokens": (2, 8), "request_params_max_tokens": (1, 8),
-        "request_params_n": (1, 1), "request_prefill_kv_computed_tokens": (2, 19), "request_num_preemptions": (2, 1),
+        "request_params_n": (1, 1), "request_prefill_kv_computed_tokens": (2, 14), "request_num_preemptions": (2, 1),
         "e2e_request_latency_seconds": (2, 2), "request_queue_time_seconds": (1, 1),
         "request_prefill_time_seconds": (1, 2), "request_decode_time_seconds": (1, 8),
         "request_inference_time_seconds": (1, 10), "request_time_per_output_token_seconds": (1, 0.75),

@@ -2,7 +2,7 @@
 
 FILE has a line of JSON for each schema, as MaskBench (arXiv 2501.10868) writes them: `schema`, and `tests` with `data` and
 `valid`. A schema passes when its right instances may be written token by token, and its wrong ones may not. Beside it the
-same by llguidance as it comes. `--rows` measures in the engine what masks add to a token (`structured_engine`).
+same by llguidance as it comes. `--rows` measures in the engine what masks add to a token (`engine.py`).
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ logger = get_logger(__name__)
 
 FRAME = struct.Struct("<Q")
 """Length of an answer, before it."""
-_GRACE_S = 1.0
 
 
 class Jobs(Protocol):

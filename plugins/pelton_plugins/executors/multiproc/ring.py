@@ -1,4 +1,4 @@
-"""`Ring`: a stream of messages from one process to several, through memory that they share.
+"""A ring: a stream of messages from one process to several, through memory that they share.
 
 The memory is a file without a name, handed down as a descriptor: nothing is left behind however the processes end. It holds one
 line of 64 bytes for the writer's position, one for each reader's, and then the bytes themselves, in a circle. A message is its

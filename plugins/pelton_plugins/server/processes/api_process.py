@@ -30,7 +30,7 @@ from pelton_plugins.server.processes import control
 from pelton_plugins.server.processes.joined_client import JoinedClient
 from pelton_plugins.server.processes.load_counts import LoadCounts
 from pelton_plugins.server.responses import act_here
-from pelton_plugins.server.serve import Server, lower_priority
+from pelton_plugins.server.serve import Server
 
 if TYPE_CHECKING:
     from pelton.messages.report import EngineInfo
@@ -70,6 +70,7 @@ class GatheredStats:
         into = self._gathered
         into.num_prompt_tokens += stats.num_prompt_tokens
         into.num_cached_prompt_tokens += stats.num_cached_prompt_tokens
+        into.num_external_prompt_tokens += stats.num_external_prompt_tokens
         into.num_generation_tokens += stats.num_generation_tokens
         into.num_preempted_reqs += stats.num_preempted_reqs
         into.time_to_first_tokens_s += stats.time_to_first_tokens_s
@@ -159,7 +160,7 @@ class ApiServer(Server):
         self._llm = llm
         await self._change_engines(0.0)  # there may be others by now
         if llm.info.report.platform == "cpu":
-            lower_priority()
+            self.priority.lower()
         assert self.state.parsers is not None
         self.state.parsers.of_model(llm)
         self.state.llm = llm

@@ -136,7 +136,7 @@ class _AddNorm:
         low_rows: int = 0,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """-> (out [T, out_features], the new residual). low_rows: of A, which further programs multiply (`lora_gemv.py`)."""
+        """-> (out [T, out_features], the new residual). low_rows: of A, which further programs multiply (`lora/gemv.py`)."""
         hidden = inner_contiguous(hidden)
         residual = None if residual is None else inner_contiguous(residual)
         num_tokens, size = hidden.shape

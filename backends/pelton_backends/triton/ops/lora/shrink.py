@@ -1,4 +1,4 @@
-"""A x of few rows: what a product that adds its adapters itself reads (`lora_gemv.py`).
+"""A x of few rows: what a product that adds its adapters itself reads (`gemv.py`).
 
 One kernel before the product, and hardly a wait: a program fetches its share of A before its inputs exist, by the slots as they
 are then; it looks again afterwards. The product's weights are on their way all the while. Shares of the columns are added by the

@@ -4,7 +4,7 @@ n rows of logits, V tokens, cut into groups of 32 tokens and chunks of `CHUNK_GR
 
 `greedy_kernel`, grid (n, C): best of each chunk; a row's last program to arrive compares them and ends the row.
 
-`scan_kernel`, grid (n, C): the one pass over the logits. Masks and side tables change them (`sampling_side`); of each chunk
+`scan_kernel`, grid (n, C): the one pass over the logits. Masks and side tables change them (`side.py`); of each chunk
 it writes the key of the best logit and the sum of exp((l - best of the chunk) / temperature), for rows with filters also
 the key of each group's best; for rows with logprobs the same of the logits before they were changed.
 
@@ -12,7 +12,7 @@ the key of each group's best; for rows with logprobs the same of the logits befo
 with filters takes the tokens that may stay from the groups with the largest bests: t, such that at most `ROOM` groups
 have a best >= t, is found by bisection over group keys, and then {l >= t} lies in these groups, is gathered, and cut
 down to min_p, top_k and top_p by bisection over float keys: exact, in registers. When that set is too small to know the
-threshold, the row is left to `sampling_nucleus` (a nucleus of more than a few hundred tokens), or to
+threshold, the row is left to `nucleus.py` (a nucleus of more than a few hundred tokens), or to
 `wide.wide_kernel` (a large top_k, several filters).
 
 No sort, no value is read by the host, one number u = uniform(seed, position) decides: the token is the first whose running
@@ -437,7 +437,7 @@ def pick_kernel(
 ):
     """With NUM_LOGPROBS, not negative, n programs more: each lists the alternatives of a row, beside the one that picks its token.
     group_ids [n, ROOM] int32, few [n, FEW] int64: scratch. is_wide [n] int32: 1 for a row with a nucleus and no other filter that is
-    left to `sampling_nucleus`, 2 for a row left to `wide_kernel`. Of rows with 1: facts [n, 4] float64: the best logit over the
+    left to `nucleus.py`, 2 for a row left to `wide_kernel`. Of rows with 1: facts [n, 4] float64: the best logit over the
     temperature, what weights have to sum to, the logarithm of the least weight, the temperature; totals [n, 2, CUTS] zeros."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
