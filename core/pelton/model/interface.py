@@ -39,7 +39,7 @@ class CausalLM(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         """Copy what this rank keeps; returns the checkpoint names that were used. Raises `ConfigError` naming a missing or
-        misshapen weight."""
+        misshapen weight. A model that has `weights_loaded()` is called back when its ops have prepared them."""
         ...
 
 

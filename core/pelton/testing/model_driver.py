@@ -100,6 +100,8 @@ class ModelDriver:
             weights(self.build.weights.expected()) if callable(weights) else weights
         )
         self.build.ops.weights_loaded()
+        if hasattr(self.model, "weights_loaded"):
+            self.model.weights_loaded()
         self.block_size = block_size
         self.plan = plan_one_group_per_spec(self.build, num_blocks)
         bound = bind_caches(self.plan, self.build)

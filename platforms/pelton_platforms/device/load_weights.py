@@ -23,6 +23,8 @@ def load_weights(loaded: LoadedModel, phase_s: dict[str, float]) -> int:
     with phase("load weights", phase_s, total=total, unit="B") as progress:
         loaded.model.load_weights(_watched(loader.weights(), progress, item_bytes))
         loaded.build.ops.weights_loaded()
+        if hasattr(loaded.model, "weights_loaded"):
+            loaded.model.weights_loaded()
     adapters = 0 if loaded.adapters is None else loaded.adapters.layers.num_bytes
     return module_bytes(loaded.model) + adapters
 

@@ -119,13 +119,6 @@ class PagedAttention:
         self.layers = layers
         self.batch: ForwardBatch | None = None
 
-    @contextmanager
-    def torch_calls(self) -> Iterator[None]:
-        """Receive the calls of modules that call torch's function themselves."""
-        modules = iter(self.layers)
-        with TorchCalls(self, lambda: next(modules)):
-            yield
-
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
     ) -> Tensor:

@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
+from pelton.errors import ConfigError
 from pelton.layers.attention import AttentionLayer
 from pelton.layers.pooling_decoder import PoolingDecoder
 from pelton.layers.rope import Rope, RopeParameters
 from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
-from pelton_plugins.transformers_models.attention import RUN, TORCH, PagedAttention, received_by, register
+from pelton_plugins.transformers_models.attention import RUN, TORCH, PagedAttention, Receiver, TorchCalls, received_by, register
 from pelton_plugins.transformers_models.checkpoint import Conversions
 from pelton_plugins.transformers_models.norms import Norm, find_norm
 from pelton_plugins.transformers_models.parts import FusedAttention, GatedMLP
 from pelton_plugins.transformers_models.products import Products, TiedHead, TokenEmbedding, embedding_scale
+from pelton_plugins.transformers_models.rows import NUM_CHECKED, AloneAttention, check_rows
 from pelton_plugins.transformers_models.source import Source, find_source, refusal, set_ropes
 from pelton_plugins.transformers_models.trace import Trace, TracedAttention, trace
 from pelton_plugins.transformers_models.trials import AttentionPart, Trials
@@ -77,6 +79,8 @@ class TransformersForCausalLM(nn.Module):
         self.register_buffer("_no_mask", torch.zeros(1, 1, 1, 1, device=config.device), persistent=False)
         self.body: Any = whole.get_submodule(traced.body)
         self._chain = _chain_of(self.body, [name.removeprefix(f"{traced.body}.") for name in traced.attention])
+        self._body_name, self._name = traced.body, source.name
+        self._padding = whole.config.get_text_config().pad_token_id
         self.head: Any = None
         self._given = _Given()
         if config.pooling is None:
@@ -105,15 +109,42 @@ class TransformersForCausalLM(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """-> [T, H]"""
         self._attention.batch = batch
-        ids, positions = batch.input_ids[None], batch.positions[None]
+        return self._run(batch.input_ids, batch.positions, self._attention)
+
+    def _run(self, ids: Tensor, positions: Tensor | None, receiver: Receiver) -> Tensor:
+        """-> [T, H]"""
+        given = {"input_ids": ids[None], "use_cache": False}
+        if positions is not None:
+            given["position_ids"] = positions[None]
         if self._calls_torch:
-            with self._attention.torch_calls():
-                output = self.body(input_ids=ids, position_ids=positions, attention_mask=self._no_mask, use_cache=False)
+            modules = iter(self._attention.layers)
+            with TorchCalls(receiver, lambda: next(modules)):
+                output = self.body(**given, attention_mask=self._no_mask)
         else:
-            with received_by(self._attention):
-                output = self.body(input_ids=ids, position_ids=positions, use_cache=False)
+            with received_by(receiver):
+                output = self.body(**given)
         hidden: Tensor = output[0]
         return hidden[0]
+
+    @torch.inference_mode()
+    def weights_loaded(self) -> None:
+        """Raise `ConfigError` where a token's hidden states follow from more than it, its position and attention."""
+        device = self._no_mask.device
+        ids = torch.arange(NUM_CHECKED + 1, device=device)
+        ids = ids[ids != self._padding][:NUM_CHECKED] if self._padding is not None else ids[:NUM_CHECKED]
+        alone = AloneAttention()
+
+        def run(ids: Tensor, positions: Tensor | None) -> Tensor:
+            places = torch.arange(len(ids), device=device) if positions is None else positions
+            self._attention.batch = ForwardBatch(input_ids=ids, positions=places, attention=(), num_tokens=len(ids))
+            return self._run(ids, positions, alone)
+
+        def refuse(module: str, why: str) -> ConfigError:
+            kind = type(self.body.get_submodule(module)).__name__
+            name = ".".join(filter(None, (self._body_name, module)))
+            return refusal(f"{self._name} ({name}, {kind})", why)
+
+        check_rows(run, self.body, ids, refuse)
 
     def compute_logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         self._given.hidden = hidden[rows][None]

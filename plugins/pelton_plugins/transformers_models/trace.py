@@ -136,14 +136,17 @@ class _Watched(nn.Module):
 
 
 class _Mask(Tensor):
-    """A mask that stands for one window."""
+    """A mask that stands for one window. What is made of it is another tensor, and no mask of this kind."""
 
     window: int | None
+    why: str | None  # it stands for nothing that can run
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def _mask(num_tokens: int, window: int | None) -> _Mask:
+def _mask(num_tokens: int, window: int | None, why: str | None = None) -> _Mask:
     mask = torch.empty(1, 1, num_tokens, num_tokens, device="meta").as_subclass(_Mask)
-    mask.window = window
+    mask.window, mask.why = window, why
     return mask
 
 
@@ -204,6 +207,8 @@ class _Tracer:
                 raise refusal(subject, f"it gives attention {option!r}, which Pelton's does not take")
         if mask is not None and not isinstance(mask, _Mask):
             raise refusal(subject, "it makes an attention mask of its own, or adds to it (ALiBi, say)")
+        if mask is not None and mask.why is not None:
+            raise refusal(subject, mask.why)
         if key.shape[2] != _NUM_TOKENS or value.shape[3] > key.shape[3]:
             raise refusal(subject, f"its keys are {list(key.shape)} and its values {list(value.shape)}")
         window = mask.window if mask is not None else options.get("sliding_window")
@@ -218,9 +223,13 @@ class _Tracer:
 
     def make_mask(self, options: Mapping[str, Any]) -> _Mask:
         """Read the window from the function that says which key each query sees."""
-        return _mask(_NUM_TOKENS, self._window(options["mask_function"]))
+        try:
+            return _mask(_NUM_TOKENS, self._window(options["mask_function"]))
+        except ValueError as error:  # nothing is lost where no attention gets it
+            return _mask(_NUM_TOKENS, None, str(error))
 
     def _window(self, sees: Any) -> int | None:
+        """Raises `ValueError` where it is none."""
         count = self._max_model_len
         keys = torch.arange(count, device="cpu")[None]
         queries = torch.tensor(sorted({0, 1, count // 3, count // 2, count - 1}), device="cpu")[:, None]
@@ -229,13 +238,13 @@ class _Tracer:
         window = int(seen[-1].sum())
         expected = (keys <= queries) & (keys > queries - window)
         if not torch.equal(seen, expected):
-            raise refusal(self._name, "its attention mask is neither causal nor a sliding window")
+            raise ValueError("its attention mask is neither causal nor a sliding window")
         return None if window == count else window
 
     def result(self, *, calls_torch: bool) -> Trace | None:
         if not self._found:
             return None
-        num_layers = self._model.config.num_hidden_layers
+        num_layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
         if len(self._found) != num_layers:
             raise refusal(
                 self._name,
