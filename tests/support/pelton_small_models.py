@@ -24,7 +24,8 @@ _SIZES: dict[int, tuple[str, ...]] = {
     64: (
         "hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "attention_hidden_size", "lru_width", "embedding_dim",
         "word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "backbone_hidden_size", "mamba_d_ssm",
-        "cross_attention_hidden_size",
+        "cross_attention_hidden_size", "embed_dim", "out_hidden_size", "encoder_hidden_size", "projection_dim", "mm_embed_dim",
+        "projector_hidden_size",
     ),
     96: (
         "intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "dff", "dim_ff", "d_inner",
@@ -39,7 +40,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
         "num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads", "attention_heads",
         "num_encoder_attention_heads", "num_decoder_attention_heads", "swa_num_attention_heads", "linear_num_value_heads",
         "linear_num_heads", "zero_expert_num", "encoder_hash_byte_group_vocab", "mamba_dt_rank", "time_step_rank", "patch_size",
-        "num_centroids", "top_k_ngrams",
+        "num_centroids", "top_k_ngrams", "num_image_tokens", "mm_tokens_per_image",
     ),
     2: (
         "num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "num_query_groups", "linear_num_key_heads",
@@ -66,7 +67,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
 SIZES = {name: size for size, names in _SIZES.items() for name in names}
 DEPTHS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_encoder_layers",
-    "num_decoder_layers", "max_window_layers", "moe_layer_end_index",
+    "num_decoder_layers", "depth", "max_window_layers", "moe_layer_end_index",
 )  # fmt: skip
 LEFT_OUT = {"transformers_version", "id2label", "label2id", "architectures", "ignore_keys_at_rope_validation", "dtype", "return_dict"}
 NO_MTP = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
@@ -106,6 +107,8 @@ def small_fields(config: Any) -> dict[str, Any]:
             fields[name] = len(layers) if layers else NUM_LAYERS
         elif name in NO_MTP and value:
             fields[name] = 0
+        elif name == "rope_parameters" and isinstance(value, dict):
+            fields[name] = _small_rope(value, given)
         elif name == "is_decoder":
             fields[name] = True
         elif name == "num_key_value_heads" and given.get("kv_lora_rank"):
@@ -120,6 +123,15 @@ def small_fields(config: Any) -> dict[str, Any]:
         elif name.endswith("token_id") and type(value) is int and value >= VOCAB_SIZE:
             fields[name] = 2
     return fields
+
+
+def _small_rope(rope: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {name: _small_rope(value, given) if isinstance(value, dict) else value for name, value in rope.items()}
+    if not rope.get("mrope_section"):
+        return dict(rope)
+    pairs = int(SIZES["head_dim"] * (rope.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1.0)) // 2
+    return {**rope, "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]}
 
 
 def _layers_of_each_kind(kinds: Mapping[str, Any], depth: int) -> list[int]:
@@ -173,13 +185,23 @@ class Saving:
     has_old_dtype_key: bool = False
 
 
-def make_small(path: str | Path, model_type: str, *, saving: Saving = Saving(), **overrides: Any) -> str:
-    """Save a small random model of a type, without a tokenizer."""
-    import torch
+def class_of(config: Any, *, reads_more: bool = False) -> Any:
+    """transformers' class for a configuration. reads_more: of models that read images or sound as well."""
     import transformers
 
+    readers = (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    mappings = readers if reads_more else (transformers.MODEL_FOR_CAUSAL_LM_MAPPING,)
+    return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
+
+
+def make_small(
+    path: str | Path, model_type: str, *, saving: Saving = Saving(), reads_more: bool = False, **overrides: Any
+) -> str:
+    """Save a small random model of a type, without a tokenizer. reads_more: see `class_of`."""
+    import torch
+
     config = small_config(model_type, **overrides)
-    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = class_of(config, reads_more=reads_more)
     if not isinstance(config, kind.config_class):
         config = config.get_text_config(decoder=True)
     model = kind._from_config(config)

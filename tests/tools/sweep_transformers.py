@@ -45,6 +45,7 @@ INTERNAL = re.compile(r"Traceback|Error:|Error\)|object has no attribute|cannot 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", metavar="TYPE", help="instead of all")
+    parser.add_argument("--readers", action="store_true", help="models that read images or sound, too: their text")
     parser.add_argument("--impl", default="auto", help="model_impl")
     parser.add_argument("--limit-s", type=int, default=150, help="of processor time for one model")
     parser.add_argument("--save", type=Path, help="JSON of what was found; what it has of other models stays")
@@ -55,10 +56,11 @@ def main() -> int:
         return 0
     found = json.loads(arguments.save.read_text()) if arguments.save and arguments.save.exists() else {}
     prepare()
-    for model_type in arguments.models or model_types():
+    for model_type in arguments.models or model_types(reads_more=arguments.readers):
         began = time.monotonic()
-        one = in_own_process(model_type, arguments.impl, arguments.limit_s)
-        found[f"{model_type}/{arguments.impl}"] = one
+        changes = {"reads_more": True} if arguments.readers else {}
+        one = in_own_process(model_type, arguments.impl, arguments.limit_s, changes)
+        found[f"{model_type}{'+' if arguments.readers else ''}/{arguments.impl}"] = one
         print(f"{model_type:28} {one['outcome']:18} {time.monotonic() - began:5.0f} s  {one['line'][:300]}", flush=True)
         if arguments.save:
             arguments.save.write_text(json.dumps(found, indent=1))
@@ -66,10 +68,11 @@ def main() -> int:
     return 0
 
 
-def model_types() -> list[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def model_types(*, reads_more: bool) -> list[str]:
+    from transformers.models.auto import modeling_auto as auto
 
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    readers = {**auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    return list(readers if reads_more else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def prepare() -> None:
@@ -86,11 +89,11 @@ def prepare() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def in_own_process(model_type: str, implementation: str, limit_s: int) -> dict[str, Any]:
+def in_own_process(model_type: str, implementation: str, limit_s: int, changes: dict[str, Any]) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     folder = tempfile.mkdtemp(prefix="sweep_")
-    process = context.Process(target=_child, args=(theirs, folder, model_type, implementation, limit_s))
+    process = context.Process(target=_child, args=(theirs, folder, model_type, implementation, limit_s, changes))
     process.start()
     theirs.close()
     stage, found = "start", None
@@ -114,13 +117,13 @@ def in_own_process(model_type: str, implementation: str, limit_s: int) -> dict[s
     return found
 
 
-def _child(pipe: Any, folder: str, model_type: str, implementation: str, limit_s: int) -> None:
+def _child(pipe: Any, folder: str, model_type: str, implementation: str, limit_s: int, changes: Any) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
     with open(os.devnull, "w") as nowhere:
         if not os.environ.get("SWEEP_LOUD"):
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
-        found = ask(pipe, folder, model_type, implementation)
+        found = ask(pipe, folder, model_type, implementation, **changes)
     pipe.send(("found", found))
     os._exit(0)
 
@@ -133,7 +136,7 @@ def ask(pipe: Any, folder: str, model_type: str, implementation: str, **changes:
     prompts = make_prompts(VOCAB_SIZE, LENGTHS)
     try:
         make_small(folder, model_type, **changes)
-        outputs, gaps = reference(folder, prompts)
+        outputs, gaps = reference(folder, prompts, reads_more=changes.get("reads_more", False))
     except BaseException as error:
         return {"outcome": REFERENCE, "line": one_line(error), "traceback": traceback.format_exc()[-3000:]}
     pipe.send(("stage", "Pelton"))
@@ -143,12 +146,14 @@ def ask(pipe: Any, folder: str, model_type: str, implementation: str, **changes:
     )
 
 
-def reference(folder: str, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+def reference(folder: str, prompts: list[list[int]], *, reads_more: bool = False) -> tuple[list[list[int]], list[list[float]]]:
     """transformers' greedy ids, and the gap between the best two logits at each."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from pelton_small_models import class_of
+    from transformers import AutoConfig
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    kind = class_of(AutoConfig.from_pretrained(folder), reads_more=reads_more)
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     outputs: list[list[int]] = []
     gaps: list[list[float]] = []
     with torch.inference_mode():
@@ -187,16 +192,17 @@ def compare(folder: str, implementation: str, prompts: Any, outputs: Any, gaps: 
                 one = GapReference("", folder, [prompt], outputs[index : index + 1], gaps[index : index + 1])
                 one.check(generate(llm, [prompt], params))
     except AssertionError as error:
+        where = traceback.format_exc()
         outcome, line = WRONG if "differs from transformers" in str(error) else CRASH, f"{how}: {error}"
     except PeltonError as error:
-        line = str(error)
+        line, where = str(error), traceback.format_exc()
         is_clear = not is_built and "\n" not in line and not INTERNAL.search(line)
         outcome = CRASH if is_built else REFUSED if is_clear else UNCLEAR
     except BaseException as error:
-        outcome, line = CRASH, f"{how}: {one_line(error)}"
+        outcome, line, where = CRASH, f"{how}: {one_line(error)}", traceback.format_exc()
     else:
         return {"outcome": EQUAL, "line": f"{len(expected.ties)} ties" if expected.ties else ""}
-    return {"outcome": outcome, "line": line, "traceback": traceback.format_exc()[-6000:]}
+    return {"outcome": outcome, "line": line, "traceback": where[-8000:]}
 
 
 def one_line(error: BaseException) -> str:

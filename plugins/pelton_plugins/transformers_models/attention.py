@@ -108,7 +108,12 @@ class TorchCalls(TorchFunctionMode):
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         options = {"scaling": scale}
-        return self._receiver.attend(self._module(), query, key, value, attn_mask, options).transpose(1, 2)
+        num_groups = query.shape[2] // key.shape[2]
+        if num_groups > 1:  # of one token: transformers puts the heads that share a key in the place of tokens
+            key, value = (one.repeat_interleave(num_groups, dim=1) for one in (key, value))
+        heads = query.reshape(1, -1, key.shape[2], query.shape[3])
+        attended = self._receiver.attend(self._module(), heads, key, value, attn_mask, options).transpose(1, 2)
+        return attended.reshape(*query.shape[:3], value.shape[3])
 
 
 class PagedAttention:
@@ -125,8 +130,10 @@ class PagedAttention:
         layer, batch = self.layers[module], self.batch
         assert batch is not None, "a step runs"
         num_tokens, value_dim = query.shape[2], value.shape[3]
+        if query.shape[3] < layer.head_dim:
+            query, key = (F.pad(one, (0, layer.head_dim - one.shape[3])) for one in (query, key))
         if value_dim < layer.head_dim:
-            value = nn.functional.pad(value, (0, layer.head_dim - value_dim))
+            value = F.pad(value, (0, layer.head_dim - value_dim))
         qkv = torch.cat([one.transpose(1, 2).reshape(num_tokens, -1) for one in (query, key, value)], dim=-1)
         output: Tensor = layer(qkv, batch).view(1, num_tokens, layer.num_heads, layer.head_dim)
         return output[..., :value_dim]

@@ -80,7 +80,7 @@ class TransformersForCausalLM(nn.Module):
         self.body: Any = whole.get_submodule(traced.body)
         self._chain = _chain_of(self.body, [name.removeprefix(f"{traced.body}.") for name in traced.attention])
         self._body_name, self._name = traced.body, source.name
-        self._padding = whole.config.get_text_config().pad_token_id
+        self._padding = getattr(whole.config.get_text_config(decoder=True), "pad_token_id", None)
         self.head: Any = None
         self._given = _Given()
         if config.pooling is None:
@@ -207,10 +207,16 @@ class _Swap:
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
+        tied = model.all_tied_weights_keys  # from names that checkpoints leave out to the names that they have
+        for names in self._names.values():
+            names.sort(key=lambda name: name in tied)
         self._kept = list(model.parameters())  # so that no other object gets an id of theirs
         self._done: set[int] = set()  # parameters that have their place
 
     def run(self) -> None:
+        for name in self._traced.unused:
+            self._config.weights.ignore(re.escape(f"{self._prefix}{name}.") + ".*")
+            self._put(name, nn.Module())
         self._ends()
         if not self._traced.calls_torch:
             self._parts()

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pelton.errors import ConfigError
-from pelton.model.registry import causal_name
+from pelton.model.registry import CAUSAL_SUFFIX, causal_name
 from pelton_plugins.transformers_models import experts
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pelton.model.build import BuildConfig
 
 LEAST_VERSION = 5
+TRACE_DTYPE = torch.bfloat16
+"""All products know it on the meta device."""
+_NO_NUMBERS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
 _STATEFUL_LAYERS = ("mamba", "linear", "conv", "recurrent", "ssm")
 """In the names that config.json's `layer_types` gives to layers which keep another state than keys and values."""
 
@@ -44,8 +47,8 @@ class Source:
         return self.model_class.__name__
 
     def build_to_trace(self, attention: str) -> PreTrainedModel:
-        """Make the model, in a dtype that all products know. attention: the name of an attention function of transformers."""
-        return self._build(attention, torch.bfloat16)
+        """Make the model. attention: the name of an attention function of transformers."""
+        return self._build(attention, TRACE_DTYPE)
 
     def build_without_matrices(self, attention: str) -> PreTrainedModel:
         """Make the model with buffers and vectors on the CPU. Matrices are on the meta device: they are only read from the checkpoint."""
@@ -54,8 +57,13 @@ class Source:
             return self._build(attention, self.dtype, experts_implementation=experts.NAME)
 
     def _build(self, attention: str, dtype: torch.dtype, **implementations: str) -> PreTrainedModel:
+        text, parts = self.config.get_text_config(decoder=True), {"": attention}
+        for name in self.config.sub_configs:
+            part = getattr(self.config, name, None)
+            is_text = part is not None and part.get_text_config(decoder=True) is text
+            parts[name] = attention if is_text else "eager"  # parts that are not called may not know the function
         model: PreTrainedModel = self.model_class._from_config(
-            self.config, dtype=dtype, attn_implementation=attention, **implementations
+            self.config, dtype=dtype, attn_implementation=parts, **implementations
         )
         return model.eval()
 
@@ -98,25 +106,44 @@ def find_source(config: BuildConfig) -> Source:
         )
     source_config = transformers.CONFIG_MAPPING[model_type].from_dict(fields)
     _check_kind(named, source_config)
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    model_class = known.get(type(source_config), None)
-    if model_class is None or model_class.__name__ not in (named, causal_name(named)):
+    model_class = _model_class(named, model_type, source_config)
+    if model_class is None:
         raise refusal(named, f"transformers has no causal language model of that name for model_type {model_type!r}")
     if getattr(model_class, "_is_stateful", False):
         raise refusal(named, "it keeps a state of its own for each request (Mamba and the like)")
     return Source(model_class, source_config, config.dtype)
 
 
+def _model_class(named: str, model_type: str, config: PreTrainedConfig) -> Any:
+    """Return the class of that name for the configuration, or the one of its model type where that has another's class."""
+    import transformers
+
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    own = "".join(filter(str.isalnum, model_type)) + CAUSAL_SUFFIX.lower()
+    if causal is not None and (causal.__name__ in (named, causal_name(named)) or named.lower() == own):
+        return causal
+    others = (transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    readers = [mapping.get(type(config), None) for mapping in others]
+    return next((one for one in readers if one is not None and one.__name__ == named), None)
+
+
 def _fields(config: BuildConfig) -> dict[str, Any]:
     given = config.raw_hf if list(config.raw_hf) else config.hf
-    return {name: getattr(given, name) for name in given}
+    return {name: _numbers(getattr(given, name)) for name in given}
+
+
+def _numbers(value: Any) -> Any:
+    """Return `value` with numbers for what transformers writes in place of those that JSON lacks."""
+    if isinstance(value, dict):
+        named = value.get("__float__") if len(value) == 1 else None
+        return _NO_NUMBERS.get(named) if named in _NO_NUMBERS else {key: _numbers(one) for key, one in value.items()}
+    return [_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def _check_kind(named: str, config: PreTrainedConfig) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(named, "it is an encoder with a decoder")
-    if config.sub_configs:
-        raise refusal(named, f"it has parts beside its language model ({', '.join(config.sub_configs)})")
+    config = config.get_text_config(decoder=True)
     if getattr(config, "add_cross_attention", False):
         raise refusal(named, "add_cross_attention is set")
     if getattr(config, "alibi", False):

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from pelton.errors import ConfigError
 from pelton_plugins.transformers_models.attention import TORCH, TRACE, TorchCalls, default_scale, received_by
 from pelton_plugins.transformers_models.products import is_linear
-from pelton_plugins.transformers_models.source import refusal, set_ropes
+from pelton_plugins.transformers_models.source import TRACE_DTYPE, refusal, set_ropes
 
 if TYPE_CHECKING:
     from pelton_plugins.transformers_models.source import Source
 
 _NUM_TOKENS = 3
-_KNOWN_OPTIONS = ("scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout", "position_ids")
+_CONVOLUTION = "a convolution over tokens keeps a state of its own"
+_KNOWN_OPTIONS = ("scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout", "position_ids", "logits_to_keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class Trace:
     """Whether its modules call torch's attention themselves."""
     calls: dict[str, Call]
     """By the name of the module; of modules that are called once."""
+    unused: list[str]
+    """Names of whole models among its modules that a pass over tokens does not call: those that read images or sound."""
     made: dict[int, Made]
     """By the id of the tensor: outputs of modules. The innermost module that returned it."""
     positions: Tensor
@@ -79,28 +82,25 @@ class Trace:
 
 def trace(source: Source, max_model_len: int) -> Trace:
     """Raises `ConfigError` that names the module which cannot run, and why."""
+    found: Trace | str = source.name
     with torch.inference_mode(False), torch.no_grad():  # tensors of inference do not say when they are written
-        found = _trace(source, max_model_len, calls_torch=False)
-        if found is None and source.model_class._supports_sdpa:
-            found = _trace(source, max_model_len, calls_torch=True)
-    if found is None:
-        raise refusal(source.name, "its attention does not go through transformers' attention interface")
-    return found
+        for calls_torch in (False, True) if source.model_class._supports_sdpa else (False,):
+            found = _trace(source, max_model_len, calls_torch=calls_torch)
+            if isinstance(found, Trace):
+                return found
+    raise refusal(found, "its attention does not go through transformers' attention interface")
 
 
-def _trace(source: Source, max_model_len: int, *, calls_torch: bool) -> Trace | None:
-    """None where no attention is seen."""
+def _trace(source: Source, max_model_len: int, *, calls_torch: bool) -> Trace | str:
+    """Return what does not attend where no attention is seen."""
     try:
         with torch.device("meta"):
             model = source.build_to_trace(TORCH if calls_torch else TRACE)
     except KeyError as error:
         if error.args == (TRACE,):  # a table of classes by the function's name
-            return None
+            return source.name
         raise
     set_ropes(model, max_model_len)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv1d):
-            raise refusal(f"{source.name} ({name})", "a convolution over tokens keeps a state of its own")
     positions = torch.arange(_NUM_TOKENS, device="meta")[None]
     tracer = _Tracer(source.name, model, max_model_len, positions)
     mask = _mask(1, None) if calls_torch else torch.ones_like(positions)
@@ -110,7 +110,7 @@ def _trace(source: Source, max_model_len: int, *, calls_torch: bool) -> Trace | 
     except ConfigError:
         raise
     except Exception as error:
-        raise refusal(source.name, f"its forward pass cannot be traced ({type(error).__name__}: {error})") from error
+        raise refusal(tracer.where(), f"it does not run on tensors that have shapes alone ({error})") from error
     return tracer.result(calls_torch=calls_torch)
 
 
@@ -145,7 +145,7 @@ class _Mask(Tensor):
 
 
 def _mask(num_tokens: int, window: int | None, why: str | None = None) -> _Mask:
-    mask = torch.empty(1, 1, num_tokens, num_tokens, device="meta").as_subclass(_Mask)
+    mask = torch.empty(1, 1, num_tokens, num_tokens, dtype=TRACE_DTYPE, device="meta").as_subclass(_Mask)
     mask.window, mask.why = window, why
     return mask
 
@@ -175,6 +175,8 @@ class _Tracer:
             module.register_forward_hook(self._leave, with_kwargs=True)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if isinstance(module, nn.Conv1d):
+            raise refusal(self._subject(module), _CONVOLUTION)
         if len(self._stack) == 1:
             self._called_by_head.append(self._names[module])
         self._stack.append(module)
@@ -192,11 +194,17 @@ class _Tracer:
         """Return the module whose forward pass runs."""
         return self._stack[-1]
 
+    def where(self) -> str:
+        """Name the innermost module, too: that of the error where a pass has ended with one."""
+        return self._subject(self._stack[-1]) if len(self._stack) > 1 else self._name
+
+    def _subject(self, module: nn.Module) -> str:
+        return f"{self._name} ({self._names[module]}, {type(module).__name__})"
+
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
     ) -> Tensor:
-        name = self._names[module]
-        subject = f"{self._name} ({name}, {type(module).__name__})"
+        name, subject = self._names[module], self._subject(module)
         if name in self._found:
             raise refusal(subject, "it attends more than once in a step")
         is_causal = options.get("is_causal")
@@ -209,13 +217,13 @@ class _Tracer:
             raise refusal(subject, "it makes an attention mask of its own, or adds to it (ALiBi, say)")
         if mask is not None and mask.why is not None:
             raise refusal(subject, mask.why)
-        if key.shape[2] != _NUM_TOKENS or value.shape[3] > key.shape[3]:
-            raise refusal(subject, f"its keys are {list(key.shape)} and its values {list(value.shape)}")
+        if not query.shape[2] == key.shape[2] == value.shape[2] == _NUM_TOKENS:
+            raise refusal(subject, f"it attends to {key.shape[2]} keys of {_NUM_TOKENS} tokens")
         window = mask.window if mask is not None else options.get("sliding_window")
         sinks = options.get("s_aux")
         scale = options.get("scaling")
         self._found[name] = TracedAttention(
-            num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[3],
+            num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=max(query.shape[3], value.shape[3]),
             scale=default_scale(query.shape[3]) if scale is None else float(scale), sliding_window=window,
             soft_cap=options.get("softcap"), sinks=None if sinks is None else self._parameters[id(sinks)],
         )  # fmt: skip
@@ -241,9 +249,10 @@ class _Tracer:
             raise ValueError("its attention mask is neither causal nor a sliding window")
         return None if window == count else window
 
-    def result(self, *, calls_torch: bool) -> Trace | None:
+    def result(self, *, calls_torch: bool) -> Trace | str:
         if not self._found:
-            return None
+            modules = [self._model.get_submodule(name) for name in self._calls_of]
+            return next((self._subject(one) for one in modules if "Atten" in type(one).__name__), self._name)
         num_layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
         if len(self._found) != num_layers:
             raise refusal(
@@ -253,6 +262,10 @@ class _Tracer:
         bodies = [name for name in self._called_by_head if all(one.startswith(f"{name}.") for one in self._found)]
         if len(bodies) != 1:
             raise refusal(self._name, "its head is not apart from its layers")
+        unused = self._unused()
+        for module, name in self._names.items():
+            if isinstance(module, nn.Conv1d) and not any(name.startswith(f"{one}.") for one in unused):
+                raise refusal(self._subject(module), _CONVOLUTION)
         calls = {name: calls[0] for name, calls in self._calls_of.items() if len(calls) == 1}
         read_tokens = {name for name, _, _ in self.calls if name.startswith(f"{bodies[0]}.")} - self.of_other_rows
         return Trace(
@@ -262,9 +275,23 @@ class _Tracer:
             frozenset(read_tokens),
             calls_torch,
             calls,
+            unused,
             self._made,
             self._positions,
         )
+
+    def _unused(self) -> list[str]:
+        from transformers import PreTrainedModel
+
+        def is_called(name: str) -> bool:
+            return any(called == name or called.startswith(f"{name}.") for called in self._calls_of)
+
+        unused: list[str] = []
+        for module, name in self._names.items():
+            is_part = any(name.startswith(f"{one}.") for one in unused)
+            if isinstance(module, PreTrainedModel) and not is_part and not is_called(name):
+                unused.append(name)
+        return unused
 
     def _products(self) -> list[list[str]]:
         counts: dict[str, int] = {}
