@@ -9,7 +9,7 @@ from typing import Any
 
 VOCAB_SIZE = 331  # no multiple of anything
 NUM_POSITIONS = 512
-WINDOW = 24
+WINDOW = 23
 NUM_LAYERS = 3
 _SIZES: dict[int, tuple[str, ...]] = {
     VOCAB_SIZE: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"),
@@ -43,14 +43,14 @@ _SIZES: dict[int, tuple[str, ...]] = {
         "num_centroids", "top_k_ngrams", "num_image_tokens", "mm_tokens_per_image",
     ),
     2: (
-        "num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "num_query_groups", "linear_num_key_heads",
+        "indexer_n_heads", "indexer_kv_heads", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "num_query_groups", "linear_num_key_heads",
         "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "index_n_heads", "n_group",
         "num_expert_group", "n_groups", "o_groups", "index_topk_blocks", "layer_group_size", "n_input_layers",
         "n_recurrent_layers", "n_output_layers", "n_layers_per_attn_res_block", "attn_layer_period", "adapter_rank",
     ),
     1: ("topk_group", "n_shared_experts", "first_k_dense_replace", "moe_layer_start_index", "attn_layer_offset", "num_dense_layers"),
     16: (
-        "head_dim", "kv_channels", "qk_rope_head_dim", "dim_head", "d_head", "attention_head_size", "linear_key_head_dim",
+        "indexer_head_dim", "head_dim", "kv_channels", "qk_rope_head_dim", "dim_head", "d_head", "attention_head_size", "linear_key_head_dim",
         "linear_value_head_dim", "linear_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "mamba_d_state", "state_size", "ssm_state_size",
         "swa_head_dim", "global_head_dim", "kv_lora_rank", "hidden_size_per_layer_input", "router_hidden_size", "index_block_size",
         "loop_gate_rank", "laurel_rank", "rotary_dim", "o_lora_rank", "image_size", "hc_lowrank",
@@ -60,7 +60,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
     40: ("qk_head_dim",),
     32: ("index_head_dim", "mamba_chunk_size", "chunk_size", "block_size", "attention_head_dim"),
     8: (
-        "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_heads", "mamba_n_heads", "mamba_num_heads",
+        "indexer_budget", "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_heads", "mamba_n_heads", "mamba_num_heads",
         "floor_scale", "log_scaling_n_floor", "d_rel",
     ),
 }  # fmt: skip
@@ -72,10 +72,17 @@ DEPTHS = (
 LEFT_OUT = {"transformers_version", "id2label", "label2id", "architectures", "ignore_keys_at_rope_validation", "dtype", "return_dict"}
 NO_MTP = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
 """Layers behind the last one, which answer nothing."""
-WHERE_NONE = {"head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok"}
+WHERE_NONE = {
+    "head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
+    "first_k_dense_replace", "indexer_n_heads", "indexer_kv_heads", "indexer_head_dim",
+}  # fmt: skip
 """Sizes that are stated where the default has none."""
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}}
+_HALF_MROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}}
 ODD: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "qwen2_5_omni_thinker"), _MROPE),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _HALF_MROPE),
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dory": {"num_hidden_layers": 6},
@@ -84,6 +91,7 @@ ODD: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "intermediate_size": [96] * 4,
     },
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
 }  # fmt: skip
 """Fields of model types that sizes alone do not make small, or right."""
@@ -121,7 +129,7 @@ def small_fields(config: Any) -> dict[str, Any]:
         elif name in SIZES and type(value) is list:
             fields[name] = [SIZES[name]] * (len(layers) or NUM_LAYERS)
         elif name.endswith("token_id") and type(value) is int and value >= VOCAB_SIZE:
-            fields[name] = 2
+            fields[name] = 3
     return fields
 
 
@@ -150,8 +158,17 @@ def small_config(model_type: str, **overrides: Any) -> Any:
     import transformers
 
     kind = transformers.CONFIG_MAPPING[model_type]
-    fields = {**small_fields(kind()), **ODD.get(model_type, {}), **overrides}
+    fields = _merged(_merged(small_fields(kind()), ODD.get(model_type, {})), overrides)
     return kind(**{name: value for name, value in fields.items() if value is not LEFT})
+
+
+def _merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    parts = {
+        name: _merged(fields[name], value)
+        for name, value in changes.items()
+        if name.endswith("_config") and isinstance(fields.get(name), dict)
+    }
+    return {**fields, **changes, **parts}
 
 
 LEFT: Any = object()

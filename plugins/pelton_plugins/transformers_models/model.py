@@ -202,6 +202,7 @@ class _Swap:
         self._paged = paged
         self._ropes: dict[int, Rope] = {}
         self._taken: set[str] = set()  # linear modules that have their place
+        self._unused: set[nn.Module] = set()
         self.fused: set[str] = set()
         """Names of attention modules that Pelton's whole attention replaces."""
         self._names: dict[int, list[str]] = {}
@@ -215,19 +216,27 @@ class _Swap:
 
     def run(self) -> None:
         for name in self._traced.unused:
-            self._config.weights.ignore(re.escape(f"{self._prefix}{name}.") + ".*")
-            self._put(name, nn.Module())
+            self._empty(name)
         self._ends()
         if not self._traced.calls_torch:
             self._parts()
         for group in self._traced.products:
             self._products(group)
         for name, module in list(self._model.named_modules()):
-            spec = None if isinstance(module, Norm) else find_norm(module)
+            spec = None if isinstance(module, Norm) or module in self._unused else find_norm(module)
             if spec is not None and len(self._names[id(module.weight)]) == 1:
                 self._done.add(id(module.weight))
                 self._put(name, Norm(spec, config=self._config, prefix=self._prefix + name))
         self._others()
+
+    def _empty(self, name: str) -> None:
+        """Leave a part that no step calls without memory. It stays where it is: its dtype and device may be asked for."""
+        self._config.weights.ignore(re.escape(f"{self._prefix}{name}.") + ".*")
+        nothing = nn.Parameter(self._config.empty(0), requires_grad=False)
+        for module in self._model.get_submodule(name).modules():
+            self._unused.add(module)
+            module._parameters = {key: None if one is None else nothing for key, one in module._parameters.items()}
+            module._buffers = {key: None if one is None else nothing.data for key, one in module._buffers.items()}
 
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
@@ -332,6 +341,8 @@ class _Swap:
         config = self._config
         moved: dict[int, nn.Parameter] = {}
         for module_name, module in self._model.named_modules():
+            if module in self._unused:
+                continue
             for name, parameter in list(module._parameters.items()):
                 full = f"{module_name}.{name}" if module_name else name
                 if parameter is None or full not in self._names.get(id(parameter), ()) or id(parameter) in self._done:

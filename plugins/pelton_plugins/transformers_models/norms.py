@@ -29,7 +29,8 @@ def find_norm(module: nn.Module) -> NormSpec | None:
     tried = copy.copy(module)
     values = torch.randn(weight.shape, generator=random)
     tried._parameters = {"weight": nn.Parameter(values)}
-    x = torch.randn(4, weight.shape[0], generator=random)
+    x = torch.randn(5, weight.shape[0], generator=random)
+    x[4] *= 1e3
     x[1] *= eps**0.5  # eps counts as much as the numbers
     x[2] += 3.0  # a mean that is not zero
     try:

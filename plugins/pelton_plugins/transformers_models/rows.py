@@ -34,7 +34,7 @@ class AloneAttention:
         size = value.shape[3]
         attended = value + F.pad(key, (0, size - key.shape[3]))
         attended = attended.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        return (attended + F.pad(query, (0, size - query.shape[3]))).transpose(1, 2)
+        return (attended + F.pad(query, (0, size - query.shape[3]))).transpose(1, 2).contiguous()
 
     def make_mask(self, options: Mapping[str, Any]) -> None:
         return None

@@ -5,7 +5,7 @@ Everything that the model is later run with is what was seen here, not guessed f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -171,8 +171,26 @@ class _Tracer:
                 parent, _, child = linear_name.rpartition(".")
                 setattr(model.get_submodule(parent), child, _Watched(module, linear_name, self))
         for module in self._names:
+            module.forward = self._without_values(module)  # type: ignore[method-assign]
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True)
+
+    def _without_values(self, module: nn.Module) -> Callable[..., Any]:
+        """Make a module that reads values on the host, and attends to nothing, return what has its input's shape: experts do."""
+        forward = module.forward
+
+        def shaped(*args: Any, **kwargs: Any) -> Any:
+            depth = len(self._stack)
+            try:
+                return forward(*args, **kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                attends = any(f"{name}.".startswith(f"{self._names[module]}.") for name in self._found)
+                if "meta" not in str(error) or attends or not args or not isinstance(args[0], Tensor):
+                    raise
+                del self._stack[depth:]
+                return torch.empty_like(args[0])
+
+        return shaped
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if isinstance(module, nn.Conv1d):
@@ -235,6 +253,8 @@ class _Tracer:
             return _mask(_NUM_TOKENS, self._window(options["mask_function"]))
         except ValueError as error:  # nothing is lost where no attention gets it
             return _mask(_NUM_TOKENS, None, str(error))
+        except NotImplementedError:  # it reads tensors that have no values here
+            return _mask(_NUM_TOKENS, None, "its attention mask follows from the tokens")
 
     def _window(self, sees: Any) -> int | None:
         """Raises `ValueError` where it is none."""
