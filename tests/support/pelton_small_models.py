@@ -199,7 +199,48 @@ class Saving:
 
     dtype: str = "float32"
     shard_size: str = "5GB"
-    has_old_dtype_key: bool = False
+    dtype_key: str = "dtype"
+
+
+_ROPES = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    },
+    "longrope": {
+        "factor": 8.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 4,
+    },
+}  # fmt: skip
+HABITS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "sharded": {"saving": Saving(shard_size="60KB")},
+    "bfloat16": {"saving": Saving(dtype="bfloat16")},
+    "torch_dtype": {"saving": Saving(dtype="bfloat16", dtype_key="torch_dtype")},
+    **{f"rope {kind}": {"rope_parameters": {**_ROPE, **rope, "rope_type": kind}} for kind, rope in _ROPES.items()},
+    "partial rotary": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+    "no head_dim": {"head_dim": None},
+    "wide heads": {"head_dim": 32},
+    "one KV head": {"num_key_value_heads": 1},
+    "as many KV heads": {"num_key_value_heads": 4},
+    "attention biases": {"attention_bias": True},
+    "MLP biases": {"mlp_bias": True},
+    "clipped": {"clip_qkv": 2.0},
+    "odd vocabulary": {"vocab_size": 257},
+    "no windows": {"sliding_window": None},
+}
+"""What checkpoints of one model type differ in: fields, and how they are written. Each is for types that have its fields."""
+
+
+def has_habit(model_type: str, habit: str) -> bool:
+    """Return whether a model type has all fields of a habit, rope scaling where all layers turn alike."""
+    own = vars(small_config(model_type))
+    rope = own.get("rope_parameters")
+    if "rope_parameters" in HABITS[habit] and (not isinstance(rope, dict) or any(isinstance(x, dict) for x in rope.values())):
+        return False
+    return all(name in own or name == "saving" for name in HABITS[habit])
 
 
 def class_of(config: Any, *, reads_more: bool = False) -> Any:
@@ -224,4 +265,6 @@ def make_small(
     model = kind._from_config(config)
     fill(model)
     model.to(getattr(torch, saving.dtype)).save_pretrained(path, max_shard_size=saving.shard_size)
+    file = Path(path) / "config.json"
+    file.write_text(file.read_text().replace('"dtype":', f'"{saving.dtype_key}":'))
     return str(path)

@@ -69,17 +69,20 @@ class _Untried(Exception):
 
 
 class _Given(nn.Module):
-    """In a module's place: notes its input and returns what it was given, or what `compute` makes of the input."""
+    """In a module's place: notes its input and what `compute` makes of it. values: the outputs as they were given, since a module may
+    write into them."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.compute = compute
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
+        self.values: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.inputs.append(x)
         self.outputs.append(self.compute(x))
+        self.values.append(self.outputs[-1].clone())
         return self.outputs[-1]
 
 
@@ -228,7 +231,7 @@ class Trials:
         [attended] = receiver.outputs
         x, y = stand_ins[output].inputs[0], stand_ins[output].outputs[0]
         assert torch.equal(x.reshape(attended.shape), attended)
-        assert (result if isinstance(result, Tensor) else result[0]) is y
+        assert (result if isinstance(result, Tensor) else result[0]) is y and torch.equal(y, stand_ins[output].values[0])
         assert isinstance(result, Tensor) or all(one is None for one in result[1:])
         cosines = [
             one for given in (*call.args, *call.kwargs.values())
@@ -239,7 +242,7 @@ class Trials:
         called = [one for one in specs if stand_ins[one].inputs]
         if called not in ([], list(specs)) or len(called) not in (0, 2):
             return None
-        given = torch.cat([stand_ins[one].outputs[0] for one in qkv], dim=-1)[0]
+        given = torch.cat([stand_ins[one].values[0] for one in qkv], dim=-1)[0]
         norms = [(stand_ins[one].compute.weight, specs[one]) for one in called]  # type: ignore[attr-defined]
         for rope in [None, *cosines]:
             if self._is_attention(given, receiver, traced, norms, rope):
@@ -276,12 +279,12 @@ class Trials:
         args, kwargs = values(call.args), values(call.kwargs)
         result = tried(*args, **kwargs)
         hidden = _place_of(stand_ins[gate_up[0]].inputs[0], args, kwargs)
-        assert result is stand_ins[down].outputs[0]
+        assert result is stand_ins[down].outputs[0] and torch.equal(result, stand_ins[down].values[0])
         assert all(stand_ins[one].inputs[0] is stand_ins[gate_up[0]].inputs[0] for one in gate_up)
         [x] = stand_ins[down].inputs
         orders = [gate_up] if len(gate_up) == 1 else [gate_up, gate_up[::-1]]
         for order in orders:
-            gate, up = torch.cat([stand_ins[one].outputs[0] for one in order], dim=-1).chunk(2, dim=-1)
+            gate, up = torch.cat([stand_ins[one].values[0] for one in order], dim=-1).chunk(2, dim=-1)
             for activation, computed in ACTIVATIONS.items():
                 if _is_close(computed(gate) * up, x):
                     return GatedPart(order, down, activation, hidden)
@@ -299,9 +302,9 @@ class _Attended:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
     ) -> Tensor:
-        self.seen = query, key, value
+        self.seen = query.clone(), key.clone(), value.clone()
         self.outputs.append(self._randn(1, query.shape[2], query.shape[1], value.shape[3]))
-        return self.outputs[-1]
+        return self.outputs[-1].clone()
 
     def make_mask(self, options: Mapping[str, Any]) -> None:
         return None
