@@ -44,12 +44,13 @@ _SIZES: dict[int, tuple[str, ...]] = {
     ),
     2: (
         "indexer_n_heads", "indexer_kv_heads", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "num_query_groups", "linear_num_key_heads",
-        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "index_n_heads", "n_group",
+        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "n_group",
         "num_expert_group", "n_groups", "o_groups", "index_topk_blocks", "layer_group_size", "n_input_layers",
         "n_recurrent_layers", "n_output_layers", "n_layers_per_attn_res_block", "attn_layer_period", "adapter_rank",
     ),
     1: ("topk_group", "n_shared_experts", "first_k_dense_replace", "moe_layer_start_index", "attn_layer_offset", "num_dense_layers"),
     16: (
+        "index_n_heads",  # with few, many scores of tokens are 0 alike
         "indexer_head_dim", "head_dim", "kv_channels", "qk_rope_head_dim", "dim_head", "d_head", "attention_head_size", "linear_key_head_dim",
         "linear_value_head_dim", "linear_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "mamba_d_state", "state_size", "ssm_state_size",
         "swa_head_dim", "global_head_dim", "kv_lora_rank", "hidden_size_per_layer_input", "router_hidden_size", "index_block_size",
@@ -72,6 +73,8 @@ DEPTHS = (
 LEFT_OUT = {"transformers_version", "id2label", "label2id", "architectures", "ignore_keys_at_rope_validation", "dtype", "return_dict"}
 NO_MTP = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
 """Layers behind the last one, which answer nothing."""
+LEFT: Any = object()
+"""In the place of an override: the field is left out."""
 WHERE_NONE = {
     "head_dim", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
     "first_k_dense_replace", "indexer_n_heads", "indexer_kv_heads", "indexer_head_dim",
@@ -85,7 +88,9 @@ ODD: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _HALF_MROPE),
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "dory": {"num_hidden_layers": 6},
+    "dory": {"num_hidden_layers": 6, "layer_types": LEFT},
+    "xmod": {"default_language": "en_XX"},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh", "local"]},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
@@ -169,10 +174,6 @@ def _merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         if name.endswith("_config") and isinstance(fields.get(name), dict)
     }
     return {**fields, **changes, **parts}
-
-
-LEFT: Any = object()
-"""In the place of an override: the field is left out."""
 
 
 def fill(model: Any, seed: int = 1) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
+from pathlib import Path
 from typing import Any
 
 NUM_TOKENS = 10
@@ -19,14 +21,13 @@ INTERNAL = re.compile(r"Traceback|Error:|Error\)|object has no attribute|cannot 
 """In a line for users: words of Python's that name no module of theirs."""
 
 
-def reference(folder: str, prompts: list[list[int]], *, reads_more: bool = False) -> tuple[list[list[int]], list[list[float]]]:
+def reference(folder: str, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
     """transformers' greedy ids, and the gap between the best two logits at each."""
     import torch
-    from pelton_small_models import class_of
-    from transformers import AutoConfig
+    import transformers
 
-    kind = class_of(AutoConfig.from_pretrained(folder), reads_more=reads_more)
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    [name] = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+    model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     outputs: list[list[int]] = []
     gaps: list[list[float]] = []
     with torch.inference_mode():

@@ -144,7 +144,7 @@ def ask(pipe: Any, folder: str, model_type: str, implementation: str, **changes:
     prompts = make_prompts(changes.get("vocab_size", VOCAB_SIZE), LENGTHS)
     try:
         make_small(folder, model_type, **changes)
-        outputs, gaps = reference(folder, prompts, reads_more=changes.get("reads_more", False))
+        outputs, gaps = reference(folder, prompts)
     except BaseException as error:
         return {"outcome": REFERENCE, "line": one_line(error), "traceback": traceback.format_exc()[-3000:]}
     pipe.send(("stage", "Pelton"))

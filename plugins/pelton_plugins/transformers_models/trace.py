@@ -110,6 +110,7 @@ def _trace(source: Source, max_model_len: int, *, calls_torch: bool) -> Trace | 
     except ConfigError:
         raise
     except Exception as error:
+        tracer.refuse_convolutions()
         raise refusal(tracer.where(), f"it does not run on tensors that have shapes alone ({error})") from error
     return tracer.result(calls_torch=calls_torch)
 
@@ -282,10 +283,8 @@ class _Tracer:
         bodies = [name for name in self._called_by_head if all(one.startswith(f"{name}.") for one in self._found)]
         if len(bodies) != 1:
             raise refusal(self._name, "its head is not apart from its layers")
+        self.refuse_convolutions()
         unused = self._unused()
-        for module, name in self._names.items():
-            if isinstance(module, nn.Conv1d) and not any(name.startswith(f"{one}.") for one in unused):
-                raise refusal(self._subject(module), _CONVOLUTION)
         calls = {name: calls[0] for name, calls in self._calls_of.items() if len(calls) == 1}
         read_tokens = {name for name, _, _ in self.calls if name.startswith(f"{bodies[0]}.")} - self.of_other_rows
         return Trace(
@@ -299,6 +298,12 @@ class _Tracer:
             self._made,
             self._positions,
         )
+
+    def refuse_convolutions(self) -> None:
+        unused = self._unused()
+        for module, name in self._names.items():
+            if isinstance(module, nn.Conv1d) and not any(name.startswith(f"{one}.") for one in unused):
+                raise refusal(self._subject(module), _CONVOLUTION)
 
     def _unused(self) -> list[str]:
         from transformers import PreTrainedModel
