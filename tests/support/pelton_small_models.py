@@ -12,57 +12,76 @@ NUM_POSITIONS = 512
 WINDOW = 23
 NUM_LAYERS = 3
 _SIZES: dict[int, tuple[str, ...]] = {
-    VOCAB_SIZE: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"),
+    VOCAB_SIZE: (
+        "vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size",
+    ),
     NUM_POSITIONS: (
-        "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "max_target_positions",
-        "context_length",
+        "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length",
+        "max_target_positions", "context_length",
     ),
     WINDOW: (
         "sliding_window", "window_size", "local_attention", "attention_window_size", "attention_chunk_size",
-        "sliding_window_size", "keep_window_size", "rel_extent", "local_attn_chunk_length", "lsh_attn_chunk_length",
+        "sliding_window_size", "keep_window_size", "rel_extent", "local_attn_chunk_length",
+        "lsh_attn_chunk_length",
     ),
     64: (
-        "hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "attention_hidden_size", "lru_width", "embedding_dim",
-        "word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "backbone_hidden_size", "mamba_d_ssm",
-        "cross_attention_hidden_size", "embed_dim", "out_hidden_size", "encoder_hidden_size", "projection_dim", "mm_embed_dim",
-        "projector_hidden_size",
+        "hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "attention_hidden_size", "lru_width",
+        "embedding_dim", "word_embed_proj_dim", "input_embedding_size", "output_embedding_size",
+        "backbone_hidden_size", "mamba_d_ssm", "cross_attention_hidden_size", "embed_dim", "out_hidden_size",
+        "encoder_hidden_size", "projection_dim", "mm_embed_dim", "projector_hidden_size",
     ),
     96: (
-        "intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "dff", "dim_ff", "d_inner",
-        "shared_intermediate_size", "dense_intermediate_size", "intermediate_size_mlp", "prefix_dense_intermediate_size",
-        "feed_forward_size",
+        "intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "dff",
+        "dim_ff", "d_inner", "shared_intermediate_size", "dense_intermediate_size", "intermediate_size_mlp",
+        "prefix_dense_intermediate_size", "feed_forward_size",
     ),
     48: (
         "moe_intermediate_size", "shared_expert_intermediate_size", "shared_experts_intermediate_size",
         "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size",
     ),
     4: (
-        "num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads", "attention_heads",
-        "num_encoder_attention_heads", "num_decoder_attention_heads", "swa_num_attention_heads", "linear_num_value_heads",
-        "linear_num_heads", "zero_expert_num", "encoder_hash_byte_group_vocab", "mamba_dt_rank", "time_step_rank", "patch_size",
-        "num_centroids", "top_k_ngrams", "num_image_tokens", "mm_tokens_per_image",
+        "num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads",
+        "attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",
+        "swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads", "zero_expert_num",
+        "encoder_hash_byte_group_vocab", "mamba_dt_rank", "time_step_rank", "patch_size", "num_centroids",
+        "top_k_ngrams", "num_image_tokens", "mm_tokens_per_image",
     ),
     2: (
-        "indexer_n_heads", "indexer_kv_heads", "num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads", "num_query_groups", "linear_num_key_heads",
-        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "n_group",
+        "indexer_n_heads", "indexer_kv_heads", "num_key_value_heads", "num_kv_heads", "kv_n_heads",
+        "swa_num_key_value_heads", "num_query_groups", "linear_num_key_heads", "num_experts_per_tok",
+        "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "n_group",
         "num_expert_group", "n_groups", "o_groups", "index_topk_blocks", "layer_group_size", "n_input_layers",
-        "n_recurrent_layers", "n_output_layers", "n_layers_per_attn_res_block", "attn_layer_period", "adapter_rank",
+        "n_recurrent_layers", "n_output_layers", "n_layers_per_attn_res_block", "attn_layer_period",
+        "adapter_rank",
     ),
-    1: ("topk_group", "n_shared_experts", "first_k_dense_replace", "moe_layer_start_index", "attn_layer_offset", "num_dense_layers"),
+    1: (
+        "topk_group", "n_shared_experts", "first_k_dense_replace", "moe_layer_start_index",
+        "attn_layer_offset", "num_dense_layers",
+    ),
     16: (
-        "index_n_heads",  # with few, many scores of tokens are 0 alike
-        "indexer_head_dim", "head_dim", "kv_channels", "qk_rope_head_dim", "dim_head", "d_head", "attention_head_size", "linear_key_head_dim",
-        "linear_value_head_dim", "linear_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "mamba_d_state", "state_size", "ssm_state_size",
-        "swa_head_dim", "global_head_dim", "kv_lora_rank", "hidden_size_per_layer_input", "router_hidden_size", "index_block_size",
-        "loop_gate_rank", "laurel_rank", "rotary_dim", "o_lora_rank", "image_size", "hc_lowrank",
+        # with few heads of an indexer, many scores of tokens are 0 alike
+        "index_n_heads", "indexer_head_dim", "head_dim", "kv_channels", "qk_rope_head_dim", "dim_head",
+        "d_head", "attention_head_size", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
+        "mamba_d_head", "mamba_head_dim", "mamba_headdim", "mamba_d_state", "state_size", "ssm_state_size",
+        "swa_head_dim", "global_head_dim", "kv_lora_rank", "hidden_size_per_layer_input",
+        "router_hidden_size", "index_block_size", "loop_gate_rank", "laurel_rank", "rotary_dim",
+        "o_lora_rank", "image_size", "hc_lowrank",
     ),
-    24: ("q_lora_rank", "qk_nope_head_dim", "index_topk", "query_pre_attn_scalar"),
-    20: ("v_head_dim",),
-    40: ("qk_head_dim",),
-    32: ("index_head_dim", "mamba_chunk_size", "chunk_size", "block_size", "attention_head_dim"),
+    24: (
+        "q_lora_rank", "qk_nope_head_dim", "index_topk", "query_pre_attn_scalar",
+    ),
+    20: (
+        "v_head_dim",
+    ),
+    40: (
+        "qk_head_dim",
+    ),
+    32: (
+        "index_head_dim", "mamba_chunk_size", "chunk_size", "block_size", "attention_head_dim",
+    ),
     8: (
-        "indexer_budget", "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_heads", "mamba_n_heads", "mamba_num_heads",
-        "floor_scale", "log_scaling_n_floor", "d_rel",
+        "indexer_budget", "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts",
+        "num_heads", "mamba_n_heads", "mamba_num_heads", "floor_scale", "log_scaling_n_floor", "d_rel",
     ),
 }  # fmt: skip
 SIZES = {name: size for size, names in _SIZES.items() for name in names}
@@ -70,7 +89,15 @@ DEPTHS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_encoder_layers",
     "num_decoder_layers", "depth", "max_window_layers", "moe_layer_end_index",
 )  # fmt: skip
-LEFT_OUT = {"transformers_version", "id2label", "label2id", "architectures", "ignore_keys_at_rope_validation", "dtype", "return_dict"}
+LEFT_OUT = {
+    "transformers_version",
+    "id2label",
+    "label2id",
+    "architectures",
+    "ignore_keys_at_rope_validation",
+    "dtype",
+    "return_dict",
+}
 NO_MTP = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
 """Layers behind the last one, which answer nothing."""
 LEFT: Any = object()
@@ -108,7 +135,11 @@ def small_fields(config: Any) -> dict[str, Any]:
 
     given = {name: value for name, value in vars(config).items() if not name.startswith("_") and name not in LEFT_OUT}
     depth = next((given[name] for name in DEPTHS if given.get(name)), 0)
-    kinds = {name: value for name, value in given.items() if depth > 1 and isinstance(value, list | tuple) and len(value) == depth}
+    kinds = {
+        name: value
+        for name, value in given.items()
+        if depth > 1 and isinstance(value, list | tuple) and len(value) == depth
+    }
     layers = _layers_of_each_kind(kinds, depth)
     fields: dict[str, Any] = {}
     for name, value in given.items():
@@ -143,7 +174,9 @@ def _small_rope(rope: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
         return {name: _small_rope(value, given) if isinstance(value, dict) else value for name, value in rope.items()}
     if not rope.get("mrope_section"):
         return dict(rope)
-    pairs = int(SIZES["head_dim"] * (rope.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1.0)) // 2
+    pairs = (
+        int(SIZES["head_dim"] * (rope.get("partial_rotary_factor") or given.get("partial_rotary_factor") or 1.0)) // 2
+    )
     return {**rope, "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]}
 
 
@@ -239,7 +272,9 @@ def has_habit(model_type: str, habit: str) -> bool:
     """Return whether a model type has all fields of a habit, rope scaling where all layers turn alike."""
     own = vars(small_config(model_type))
     rope = own.get("rope_parameters")
-    if "rope_parameters" in HABITS[habit] and (not isinstance(rope, dict) or any(isinstance(x, dict) for x in rope.values())):
+    if "rope_parameters" in HABITS[habit] and (
+        not isinstance(rope, dict) or any(isinstance(x, dict) for x in rope.values())
+    ):
         return False
     return all(name in own or name == "saving" for name in HABITS[habit])
 

@@ -17,7 +17,9 @@ SETTINGS = {
 }  # fmt: skip
 EQUAL, REFUSED, UNCLEAR = "equal", "refused", "unclear refusal"
 WRONG, CRASH, HANG, REFERENCE = "wrong ids", "crash", "hang", "transformers fails"
-INTERNAL = re.compile(r"Traceback|Error:|Error\)|object has no attribute|cannot be traced \(|positional argument|NoneType|<class")
+INTERNAL = re.compile(
+    r"Traceback|Error:|Error\)|object has no attribute|cannot be traced \(|positional argument|NoneType|<class"
+)
 """In a line for users: words of Python's that name no module of theirs."""
 
 
@@ -46,9 +48,10 @@ def reference(folder: str, prompts: list[list[int]]) -> tuple[list[list[int]], l
 
 
 def compare(folder: str, implementation: str, prompts: Any, outputs: Any, gaps: Any) -> dict[str, Any]:
+    from pelton_e2e import GapReference, generate, greedy
+
     from pelton import LLM
     from pelton.errors import PeltonError
-    from pelton_e2e import GapReference, generate, greedy
 
     expected = GapReference("", folder, prompts, outputs, gaps)
     params = greedy(NUM_TOKENS)

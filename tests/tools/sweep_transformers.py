@@ -2,7 +2,7 @@
 
     python tests/tools/sweep_transformers.py [--models TYPE ...] [--impl auto|transformers] [--save found.json]
     python tests/tools/sweep_transformers.py --habits --models phi ... --impl transformers   # ropes, heads, biases, forms of files
-    python tests/tools/sweep_transformers.py --table found.json
+    python tests/tools/sweep_transformers.py --table found.json --page docs/transformers_models.md
 
 Each model type gets a small random checkpoint and a process of its own, which a limit of processor time ends. transformers says what
 follows each prompt (float32, one row, no cache); Pelton is asked alone, batched, in chunks and with hits of the prefix cache.
@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", metavar="TYPE", help="instead of all")
     parser.add_argument("--readers", action="store_true", help="models that read images or sound, too: their text")
-    parser.add_argument("--habits", action="store_true", help="each model in the variants of pelton_small_models.HABITS")
+    parser.add_argument(
+        "--habits", action="store_true", help="each model in the variants of pelton_small_models.HABITS"
+    )
     parser.add_argument("--impl", default="auto", help="model_impl")
     parser.add_argument("--limit-s", type=int, default=150, help="of processor time for one model")
     parser.add_argument("--save", type=Path, help="JSON of what was found; what it has of other models stays")
     parser.add_argument("--table", type=Path, metavar="JSON", help="print the table of what was saved, and run nothing")
+    parser.add_argument("--page", type=Path, help="with --table: the page to write it into, in place of printing it")
     arguments = parser.parse_args()
     if arguments.table:
-        print(table(json.loads(arguments.table.read_text())))
+        made = table(json.loads(arguments.table.read_text()))
+        if arguments.page:
+            write(arguments.page, made)
+        else:
+            print(made)
         return 0
     found = json.loads(arguments.save.read_text()) if arguments.save and arguments.save.exists() else {}
     prepare()
@@ -90,7 +97,6 @@ def prepare() -> None:
     import transformers
     from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    import pelton.worker.model_runner
     from pelton import LLM, SamplingParams  # noqa: F401
 
     torch.set_num_threads(1)
@@ -121,7 +127,10 @@ def in_own_process(model_type: str, implementation: str, limit_s: int, changes: 
     shutil.rmtree(folder, ignore_errors=True)
     if found is None:
         outcome = HANG if is_alive or process.exitcode in (-24, -9) else CRASH
-        return {"outcome": REFERENCE if stage == "transformers" else outcome, "line": f"ended while {stage}: {process.exitcode}"}
+        return {
+            "outcome": REFERENCE if stage == "transformers" else outcome,
+            "line": f"ended while {stage}: {process.exitcode}",
+        }
     return found
 
 
@@ -155,8 +164,56 @@ def ask(pipe: Any, folder: str, model_type: str, implementation: str, **changes:
 
 
 def table(found: dict[str, Any]) -> str:
-    rows = sorted(found.items(), key=lambda one: (OUTCOMES.index(one[1]["outcome"]), one[0]))
-    return "\n".join(f"{name:40} {one['outcome']:18} {one['line'][:200]}" for name, one in rows)
+    """Return Markdown: what runs, what is refused and why, what transformers itself could not be asked."""
+    from pelton.plugins import load_plugins
+
+    own = {name for entry in load_plugins(only=[]).entries("pelton_models") for name in entry.architectures}
+    equal: dict[str, list[str]] = defaultdict(list)
+    rest: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, one in sorted(found.items()):
+        model_type, reads_more = name.split("/")[0].removesuffix("+"), "+" in name
+        if one["outcome"] == EQUAL:
+            kind = "Pelton's own models" if one["architecture"] in own else "on transformers' modules"
+            equal[f"{kind}, text of models that read more" if reads_more else kind].append(f"`{model_type}`")
+        else:
+            why = "" if one["outcome"] == REFERENCE else reason(one["line"])
+            rest[one["outcome"], why].append(f"`{model_type}`")
+    lines = ["| equal ids | model types |", "| --- | --- |"]
+    lines += [f"| {kind} ({len(names)}) | {', '.join(names)} |" for kind, names in sorted(equal.items())]
+    lines += ["", "| | why | model types |", "| --- | --- | --- |"]
+    for (outcome, why), names in sorted(rest.items(), key=lambda one: (OUTCOMES.index(one[0][0]), one[0])):
+        lines.append(f"| {SHOWN.get(outcome, outcome)} | {why} | {', '.join(dict.fromkeys(names))} |")
+    return "\n".join(lines)
+
+
+SHOWN = {REFERENCE: "not asked: transformers does not run the small model, or not on text alone"}
+
+
+def reason(line: str) -> str:
+    """Return why a model is refused, without its module's name and values of its own."""
+    why = line.split(" cannot run on transformers' modules: ")[-1].split(". Use a model")[0]
+    why = re.sub(r"shapes alone \(.*", "shapes alone", why)
+    why = re.sub(
+        r"^transformers has no causal.*",
+        "transformers has no causal language model under the type that the checkpoint states",
+        why,
+    )
+    return re.sub(
+        r"^The checkpoint does not fit.*",
+        "its tensors have other names than those of Pelton's model of that architecture "
+        "(`--model-impl transformers` runs it)",
+        why,
+    )
+
+
+def write(page: Path, made: str) -> None:
+    """Put what was made between the page's marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}")
+
+
+BEGIN, END = "<!-- sweep: begin -->", "<!-- sweep: end -->"
 
 
 if __name__ == "__main__":

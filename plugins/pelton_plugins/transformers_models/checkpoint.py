@@ -6,6 +6,8 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pelton.model.loading import LazyWeight
 
 if TYPE_CHECKING:
@@ -26,6 +28,19 @@ class _InMemory(LazyWeight):
         return self._tensor.narrow(dim, start, (self.shape[dim] if stop is None else stop) - start)
 
 
+class _Shapes:
+    """In a model's place, whose parameters are asked for their shapes and dtypes alone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parameters = {
+            name: (one.shape, one.dtype) for name, one in model.named_parameters(remove_duplicate=False)
+        }
+
+    def get_parameter(self, name: str) -> Tensor:
+        shape, dtype = self._parameters[name]
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class Conversions:
     """transformers' rules for one model."""
 
@@ -36,7 +51,7 @@ class Conversions:
         rules = get_model_conversion_mapping(model)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        self._prefix = model.base_model_prefix
+        self._prefix, self._shapes, self._config = model.base_model_prefix, _Shapes(model), model.config
 
     def apply(
         self, weights: Iterable[tuple[str, LazyWeight]], expected: Mapping[str, Any]
@@ -63,7 +78,8 @@ class Conversions:
             converter = copy.deepcopy(rule)
             for name, pattern, weight in sorted(sources.pop(first_name), key=lambda one: _natural(one[0])):
                 converter.add_tensor(first_name, name, pattern, weight.read)
-            for target, tensor in converter.convert(first_name).items():
+            made_of = converter.convert(first_name, model=self._shapes, config=self._config)
+            for target, tensor in made_of.items():
                 yield target, _InMemory(tensor[0] if isinstance(tensor, list) else tensor)
 
 

@@ -21,7 +21,15 @@ from pelton.layers.pooling_decoder import PoolingDecoder
 from pelton.layers.rope import Rope, RopeParameters
 from pelton.model.build import BuildConfig
 from pelton.model.loading import LazyWeight
-from pelton_plugins.transformers_models.attention import RUN, TORCH, PagedAttention, Receiver, TorchCalls, received_by, register
+from pelton_plugins.transformers_models.attention import (
+    RUN,
+    TORCH,
+    PagedAttention,
+    Receiver,
+    TorchCalls,
+    received_by,
+    register,
+)
 from pelton_plugins.transformers_models.checkpoint import Conversions
 from pelton_plugins.transformers_models.norms import Norm, find_norm
 from pelton_plugins.transformers_models.parts import FusedAttention, GatedMLP

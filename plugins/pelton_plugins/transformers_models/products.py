@@ -39,7 +39,9 @@ def _computes_products(kind: type[nn.Module], module: nn.Module) -> bool:
         small.in_features, small.out_features = 5, 3
         try:
             with torch.no_grad():
-                _tried[kind] = not module._buffers and torch.allclose(small(x), F.linear(x, weight, bias), atol=_TOLERANCE)
+                _tried[kind] = not module._buffers and torch.allclose(
+                    small(x), F.linear(x, weight, bias), atol=_TOLERANCE
+                )
         except Exception:
             _tried[kind] = False
     return _tried[kind]

@@ -48,7 +48,10 @@ def check_rows(run: Pass, body: nn.Module, ids: Tensor, refuse: Callable[[str, s
     order = torch.tensor(_ORDER, device=ids.device)
     positions = torch.arange(len(_ORDER), device=ids.device)
     hidden = run(ids, positions)
-    if not (_is_near(run(ids[order], positions[order]), hidden[order]) and _is_near(run(ids[2:3], positions[2:3]), hidden[2:3])):
+    if not (
+        _is_near(run(ids[order], positions[order]), hidden[order])
+        and _is_near(run(ids[2:3], positions[2:3]), hidden[2:3])
+    ):
         raise refuse(
             _first_of_other_rows(run, body, ids, order),
             "what it makes of a token follows from the token's place in the batch, not from its position alone "

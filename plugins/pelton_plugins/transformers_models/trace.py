@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
 _NUM_TOKENS = 3
 _CONVOLUTION = "a convolution over tokens keeps a state of its own"
-_KNOWN_OPTIONS = ("scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout", "position_ids", "logits_to_keep")
+_KNOWN_OPTIONS = (
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "is_causal",
+    "dropout",
+    "position_ids",
+    "logits_to_keep",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +263,7 @@ class _Tracer:
             return _mask(_NUM_TOKENS, self._window(options["mask_function"]))
         except ValueError as error:  # nothing is lost where no attention gets it
             return _mask(_NUM_TOKENS, None, str(error))
-        except NotImplementedError:  # it reads tensors that have no values here
+        except RuntimeError:  # it reads tensors that have no values here
             return _mask(_NUM_TOKENS, None, "its attention mask follows from the tokens")
 
     def _window(self, sees: Any) -> int | None:

@@ -231,7 +231,9 @@ class Trials:
         [attended] = receiver.outputs
         x, y = stand_ins[output].inputs[0], stand_ins[output].outputs[0]
         assert torch.equal(x.reshape(attended.shape), attended)
-        assert (result if isinstance(result, Tensor) else result[0]) is y and torch.equal(y, stand_ins[output].values[0])
+        assert (result if isinstance(result, Tensor) else result[0]) is y and torch.equal(
+            y, stand_ins[output].values[0]
+        )
         assert isinstance(result, Tensor) or all(one is None for one in result[1:])
         cosines = [
             one for given in (*call.args, *call.kwargs.values())

@@ -12,7 +12,7 @@ from pelton.testing.model_driver import ModelDriver
 from pelton.testing.plugins import plugins_of
 from pelton_platforms.device.warm_up import few_layers
 from pelton_plugins.transformers_models import experts
-from pelton_plugins.transformers_models.attention import without_lists
+from pelton_plugins.transformers_models.attention import TorchCalls, without_lists
 from pelton_plugins.transformers_models.norms import Norm, find_norm
 from pelton_plugins.transformers_models.parts import FusedAttention, GatedMLP
 from pelton_plugins.transformers_models.products import (
@@ -53,6 +53,11 @@ class OtherEps(Llama):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2 * self.eps)
 
 
+class Clipped(Llama):
+    def normed(self, x):
+        return super().normed(x.clamp(-50.0, 50.0))
+
+
 class Biased(Llama):
     def __init__(self):
         super().__init__()
@@ -66,7 +71,7 @@ def test_rms_norms_are_found(module, unit_offset):
     assert torch.equal(module.weight, torch.ones(32))  # tried with other weights, which are gone
 
 
-@pytest.mark.parametrize("module", [Centred(), OtherEps(), Biased(), nn.LayerNorm(32), nn.Linear(32, 32)])
+@pytest.mark.parametrize("module", [Centred(), OtherEps(), Clipped(), Biased(), nn.LayerNorm(32), nn.Linear(32, 32)])
 def test_other_modules_are_not_taken_for_rms_norms(module):
     assert find_norm(module) is None
 
@@ -81,6 +86,22 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+class ClippedInput(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.clamp(-50.0, 50.0))
+
+
+class BoundedByBuffers(nn.Linear):
+    """Its bounds come with the weights, after it was tried."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("bound", torch.tensor(float("inf")))
+
+    def forward(self, x):
+        return super().forward(x.clamp(-self.bound, self.bound))
+
+
 class Scaled(nn.Embedding):
     def forward(self, ids):
         return super().forward(ids) * 8.0
@@ -93,7 +114,7 @@ class Normed(nn.Embedding):
 
 def test_products_and_embeddings_are_found():
     assert is_linear(nn.Linear(4, 4)) and is_linear(OtherWay(4, 4)) and not is_linear(Doubled(4, 4))
-    assert not is_linear(nn.LayerNorm(4))
+    assert not any(is_linear(one) for one in (nn.LayerNorm(4), ClippedInput(4, 4), BoundedByBuffers(4, 4)))
     assert [embedding_scale(kind(4, 6)) for kind in (nn.Embedding, Scaled, Normed)] == [1.0, 8.0, None]
     assert embedding_scale(nn.Linear(4, 6)) is None
 
@@ -158,6 +179,19 @@ def negated_up(plain, self, x):
     return self.down_proj(self.act_fn(self.gate_proj(x)) * -self.up_proj(x))
 
 
+def clipped_up(plain, self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(-30.0, 30.0))
+
+
+def written_up(plain, self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).mul_(2.0))
+
+
+def written_output(plain, *args, **kwargs):
+    output, weights = plain(*args, **kwargs)
+    return output.mul_(2.0), weights
+
+
 def other_input(plain, self, x):
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x + 0.0))
 
@@ -169,6 +203,9 @@ def other_input(plain, self, x):
         ("Qwen3Attention", other_cosines, True),
         ("Qwen3MLP", negated_up, False),
         ("Qwen3MLP", other_input, False),
+        ("Qwen3MLP", clipped_up, False),
+        ("Qwen3MLP", written_up, False),
+        ("Qwen3Attention", written_output, True),
     ],
 )
 def test_modules_that_compute_anything_else_stay(tmp_path, monkeypatch, name, change, attention_stays):
@@ -239,6 +276,29 @@ def test_lists_of_one_number_index_as_slices(index):
         or index == (slice(None), [0, 1])
         or not any(isinstance(one, list) for one in found)
     )
+
+
+class Attended:
+    """A `Receiver` of full attention."""
+
+    def attend(self, module, query, key, value, mask, options):
+        assert query.shape[2] == key.shape[2] and query.shape[1] == key.shape[1]
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_heads_that_share_a_key_are_heads_even_where_they_lie_as_tokens(num_tokens):
+    """transformers' function for torch's attention puts them there in steps of one token."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    module = nn.Module()
+    module.num_key_value_groups, module.is_causal = 3, True
+    query, key, value = (torch.randn(1, heads, num_tokens, 8) for heads in (6, 2, 2))
+    mask = torch.ones(1, 1, num_tokens, num_tokens, dtype=torch.bool).tril()
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask)
+    with TorchCalls(Attended(), lambda: module):
+        got, _ = sdpa_attention_forward(module, query, key, value, mask)
+    torch.testing.assert_close(got, expected)
 
 
 def test_norms_that_are_not_rms_norms_stay(tmp_path):

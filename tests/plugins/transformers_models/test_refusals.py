@@ -50,23 +50,47 @@ SMALL = {
         (
             "gptj",
             {"n_layer": 2},
-            "GPTJForCausalLM .*(does not go through transformers' attention interface|cannot be traced)",
+            "GPTJForCausalLM .*(does not go through transformers' attention interface|shapes alone)",
         ),
         ("falcon", {"alibi": True}, "FalconForCausalLM .*ALiBi"),
         ("mamba", {}, "MambaForCausalLM .*state"),
         ("jamba", {}, "JambaForCausalLM .*state"),
         ("diffllama", {"num_key_value_heads": 2}, r"\(model.layers.0.self_attn, DiffLlamaAttention\) .*more than once"),
         ("gemma3n_text", {}, "num_kv_shared_layers"),
-        ("bert", {"is_decoder": False}, "mask is neither causal nor a sliding window"),
-        ("llama4_text", {"attention_chunk_size": 16, "num_local_experts": 2}, "Llama4ForCausalLM .*(window|traced)"),
+        (
+            "bert",
+            {"is_decoder": False},
+            r"\(bert.encoder.layer.0.attention.self, BertSelfAttention\) .*later tokens too",
+        ),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 16, "num_local_experts": 2},
+            "Llama4TextAttention.*its attention mask follows from the tokens",
+        ),
         ("t5", {}, "an encoder with a decoder"),
-        ("llava", {}, "parts beside its language model"),
     ],
 )
 def test_says_which_module_and_why(plugins, model_type, overrides, why):
-    fields = fields_of(model_type, **({} if model_type in ("t5", "llava") else {**SMALL, **overrides}))
+    fields = fields_of(model_type, **({} if model_type == "t5" else {**SMALL, **overrides}))
     with pytest.raises(ConfigError, match=rf"(?s){why}"):
         ModelDriver(hf_config=fields, weights=[], plugins=plugins, num_blocks=4)
+
+
+def test_a_mask_that_is_neither_causal_nor_a_window_is_refused_where_attention_gets_it(plugins, monkeypatch):
+    from transformers.masking_utils import create_causal_mask
+    from transformers.models.olmo import modeling_olmo
+
+    def ahead(batch, head, query, key):
+        return key <= query + 1
+
+    def other_mask(**options):
+        return create_causal_mask(**options, or_mask_function=ahead)
+
+    monkeypatch.setattr(modeling_olmo, "create_causal_mask", other_mask)
+    with pytest.raises(
+        ConfigError, match=r"OlmoAttention\) .*its attention mask is neither causal nor a sliding window"
+    ):
+        ModelDriver(hf_config=fields_of("olmo", **SMALL), weights=[], plugins=plugins, num_blocks=4)
 
 
 def test_an_unknown_model_names_its_type(plugins):
@@ -74,6 +98,13 @@ def test_an_unknown_model_names_its_type(plugins):
         ConfigError, match=r"architecture 'OwnForCausalLM', and transformers .* knows no model_type 'own'"
     ):
         ModelDriver(hf_config={"architectures": ["OwnForCausalLM"], "model_type": "own"}, weights=[], plugins=plugins)
+
+
+def test_numbers_that_json_lacks_are_read(plugins):
+    """transformers writes Infinity as an object, and reads no such object where a number must be."""
+    fields = fields_of("olmo", **SMALL)
+    with pytest.raises(ConfigError, match="missing"):  # no weights: the fields were read
+        ModelDriver(hf_config={**fields, "clip_qkv": {"__float__": "Infinity"}}, weights=[], plugins=plugins)
 
 
 def test_frequencies_that_follow_the_length_need_a_bound(plugins, tmp_path):
