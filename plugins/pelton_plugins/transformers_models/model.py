@@ -164,10 +164,15 @@ class TransformersForCausalLM(nn.Module):
         return hidden if rows is None else hidden[rows]
 
     def as_pooling(self, *, config: BuildConfig) -> PoolingDecoder:
-        return PoolingDecoder(self, config=config)
+        return _Pooling(self, config=config)
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return self.weights.load(self._conversions.apply(weights, self.weights.expected()))
+
+
+class _Pooling(PoolingDecoder):
+    def weights_loaded(self) -> None:
+        self.model.weights_loaded()
 
 
 def _chain_of(body: nn.Module, attention: Sequence[str]) -> str | None:

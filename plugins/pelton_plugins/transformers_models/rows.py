@@ -1,6 +1,6 @@
-"""Whether a model computes each token by itself, but for attention: what a batch of several requests in one row needs.
+"""Check that a model computes each token by itself, but for attention: a batch has tokens of several requests in one row.
 
-Found by two small passes after the weights are there. What a module counts or shifts over a row (positions of its own, a convolution)
+Two small passes after the weights are there show it. What a module counts or shifts over a row (positions of its own, a convolution)
 would mix requests without a word.
 """
 
@@ -69,8 +69,9 @@ def _is_near(one: Tensor, other: Tensor) -> bool:
 def _first_of_other_rows(run: Pass, body: nn.Module, ids: Tensor, order: Tensor) -> str:
     """Return the name of the innermost module that gets the same tokens in another order, and returns others."""
     positions = torch.arange(len(ids), device=ids.device)
-    calls = [_calls(run, body, one, two) for one, two in ((ids, positions), (ids[order], positions[order]))]
-    for (name, before), (_, after) in zip(*calls, strict=True):
+    straight = _calls(run, body, ids, positions)
+    turned = _calls(run, body, ids[order], positions[order])
+    for (name, before), (_, after) in zip(straight, turned, strict=True):
         same = [_is_same(one, two, order) for one, two in zip(before, after, strict=False)]
         if all(same[:-1]) and not same[-1]:
             return name

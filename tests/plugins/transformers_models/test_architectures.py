@@ -104,3 +104,11 @@ def test_says_which_module_and_why(tmp_path, plugins, model_type, why):
     with pytest.raises(ConfigError, match=why) as refused:
         ModelDriver(path, plugins=plugins)
     assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_pools_is_checked_too(tmp_path):
+    from pelton import LLM
+
+    settings = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "kv_cache_memory_bytes": 2**22}
+    with pytest.raises(ConfigError, match=r"\(model.decoder, BartDecoder\) .*place in the batch"):
+        LLM(model=make_small(tmp_path, "bart"), runner="pooling", disable_log_stats=True, **settings)
