@@ -19,6 +19,13 @@ from pelton_backends.sdpa.backend import SDPABackend
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 OTHER_TOOLS = (
+    "--habits",
+    "--impl",
+    "--models",
+    "--page",
+    "--readers",
+    "--save",
+    "--table",
     "--no-deps",
     "--no-binary",
     "--index-url",
