@@ -144,7 +144,7 @@ def small_fields(config: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, transformers.PreTrainedConfig):
-            fields[name] = {**small_fields(value), **({"model_type": value.model_type} if value.model_type else {})}
+            fields[name] = _merged(value.to_dict(), small_fields(value))  # its defaults here are not those of its type
         elif name in kinds:
             fields[name] = [value[index] for index in layers]
         elif name in DEPTHS and value:
