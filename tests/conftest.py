@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.metadata
 import itertools
@@ -25,6 +26,7 @@ from pelton_platforms.cuda.driver import torch_cuda_version, why_not_here
 from pelton_platforms.device import sleeping
 
 
+@functools.cache
 def _why_no_cuda() -> str | None:
     return why_not_here() or (None if torch_cuda_version() else "torch was built without CUDA")
 
@@ -54,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup() -> None:
     """What a test draws without a seed of its own is the same in each run, whatever ran before in its process."""
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+        # `torch.manual_seed` keeps the stack for a CUDA device that is not there yet: half a millisecond for each test.
+        (torch.default_generator if _why_no_cuda() else torch).manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -81,10 +84,14 @@ def _is_backward(config: pytest.Config) -> bool:
     return worker.isdecimal() and int(worker) % 2 == 1 and len(config.args) == 1
 
 
+_starts_in_file: list[int] = []
+"""Numbers of the engines that have started since what is there was last frozen."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_collections() -> Iterator[None]:
     """Thousands of tests and what they import live as long as the session does. Of the engines that start one in eight looks at all
-    of it, a quarter of a second each time, so that the memory of those before comes back; the others at young objects alone.
+    of a file's objects, so that the memory of those before comes back; the others at young objects alone.
 
     The collector itself is tested in core/utils/test_garbage.py."""
     gc.collect()
@@ -92,8 +99,13 @@ def quick_collections() -> Iterator[None]:
     plain = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold", "isenabled", "disable", "enable")}
     with pytest.MonkeyPatch.context() as patch:
         nothing = lambda: None  # noqa: E731
+
         starts = itertools.count(1)
-        collect = lambda: gc.collect(1 if next(starts) % 8 else 2)  # noqa: E731
+
+        def collect() -> int:
+            _starts_in_file.append(next(starts))
+            return gc.collect(1 if _starts_in_file[-1] % 8 else 2)
+
         calm = SimpleNamespace(collect=collect, freeze=nothing, unfreeze=nothing, **plain)
         for module in (garbage, sleeping):
             patch.setattr(module, "gc", calm)
@@ -105,6 +117,16 @@ def quick_collections() -> Iterator[None]:
 def log_reaches_pytest() -> None:
     """An engine or command that ran in this process before has sent the log to stderr alone, and pytest would take some lines twice."""
     logging.getLogger("pelton").propagate = True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_of_a_file_are_gone(quick_collections: None) -> Iterator[None]:
+    """What a file with engines leaves is not looked at again: modules, and pytest's own. A quarter to half a second each time."""
+    yield
+    if _starts_in_file:
+        _starts_in_file.clear()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
