@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,11 +61,7 @@ def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bo
     for handler in routes:
         for name in ("pelton_request", "pelton_response", "pelton_error"):
             structs |= set(_structs(handler.opt.get(name)))
-    ordered = sorted(structs, key=lambda struct: struct.__name__)
-    schemas, components = msgspec.json.schema_components(ordered, ref_template=REF)
-    schema_of = dict(zip(ordered, schemas, strict=True))
-    for struct in ordered:
-        _require(components[struct.__name__], getattr(struct, "DESCRIBED_AS_REQUIRED", ()))
+    schema_of, components = _schemas(tuple(sorted(structs, key=lambda struct: struct.__name__)))
     paths: dict[str, dict[str, Any]] = {}
     for handler in routes:
         for path in sorted(handler.paths):
@@ -85,6 +82,16 @@ def describe_api(handlers: Iterable[Any], *, title: str = "Pelton", with_key: bo
             },
         }
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _schemas(structs: tuple[type[msgspec.Struct], ...]) -> tuple[dict[Any, dict[str, Any]], dict[str, Any]]:
+    """References to these structs, and the schemas of all that they hold, by name. Kept, for processes that make several applications:
+    it takes longer than all else here."""
+    schemas, components = msgspec.json.schema_components(structs, ref_template=REF)
+    for struct in structs:
+        _require(components[struct.__name__], getattr(struct, "DESCRIBED_AS_REQUIRED", ()))
+    return dict(zip(structs, schemas, strict=True)), components
 
 
 def _require(schema: dict[str, Any], names: Iterable[str]) -> None:
