@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import tomllib
 from collections.abc import Callable, Iterator
@@ -28,6 +29,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def sources(*, with_examples: bool = True) -> list[Path]:
     folders = [*TREES.values(), *([ROOT / "examples"] if with_examples else [])]
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_garbage() -> Iterator[None]:
+    """All trees are kept: to look at their millions of nodes takes as long as to parse them."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @cache
