@@ -38,8 +38,10 @@ def test_chunked_prefill(checkpoint, reference, make_driver, token_ids):
     assert_same_logits(got, reference_logits(reference, token_ids))
 
 
+@pytest.mark.parametrize("family", [*KINDS_OF_CACHE, "llama4"], indirect=True)
 def test_decode_one_token_a_step(checkpoint, reference, make_driver, token_ids):
-    """Past each window, of 40 tokens at most, and past the end of three blocks."""
+    """Past each window, of 40 tokens at most, and past the end of three blocks; of Llama 4 past a chunk, too. The other families'
+    decodes are those of `test_greedy_tokens_of_a_batch_equal_each_alone`."""
     driver = make_driver(checkpoint)
     got = torch.cat([driver.step({"a": [token]})["a"] for token in token_ids[:50]])
     assert_same_logits(got, reference_logits(reference, token_ids[:50]))
