@@ -1,11 +1,15 @@
-"""A first start of five kernels for compute capability 9.0, with a GPU or without; says in a line of JSON what happened.
+"""Starts of five kernels for compute capability 9.0, with a GPU or without; says in a line of JSON what happened in each.
 
-python pelton_compile_ahead.py [FAILS]        a program of its own: other tests interpret Triton's kernels
+    python pelton_compile_ahead.py CACHE[:NAME]...      a program of its own: other tests interpret Triton's kernels
+
+CACHE is the folder of Triton's cache. NAME: "second" launches the kernels in another order, "fails" raises at its end. Each start is a
+fork of a process that has only imported modules, which takes longer than a start.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from typing import Any
@@ -54,7 +58,7 @@ def broken_kernel(x, SIZE: tl.constexpr):
     tl.store(x + tl.arange(0, SIZE), tl.arange(0, 2 * SIZE))
 
 
-def main(*names: str) -> None:
+def start(*names: str) -> dict[str, Any]:
     driver.set_active(Hopper())
     told: dict[str, Any] = {"launched": []}
     run = JITFunction.run
@@ -93,7 +97,19 @@ def main(*names: str) -> None:
     told["kept_by_launcher"] = len(launcher._compiled)
     told["is_told_later"] = knobs.compilation.listener is not None
     launch(double_kernel, (1,), values, values, SIZE=16)
-    print(json.dumps(told))
+    return told
+
+
+def main(*starts: str) -> None:
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread of several"
+    for one in starts:
+        cache, *names = one.split(":")
+        if os.fork() == 0:
+            os.environ["TRITON_CACHE_DIR"] = cache
+            print(json.dumps(start(*names)))
+            return
+        if status := os.wait()[1]:
+            sys.exit(f"a start ended with {os.waitstatus_to_exitcode(status)}")
 
 
 if __name__ == "__main__":
