@@ -16,6 +16,8 @@ from pelton.cli.main import main
 from pelton.errors import ConfigError
 from pelton_plugins.commands.plugin_author import SKELETONS, kinds, write_skeleton
 
+pytestmark = pytest.mark.usefixtures("script_forks")
+
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -12,6 +12,8 @@ from pelton.errors import ConfigError
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.server.batch import open_output, read_lines
 
+pytestmark = pytest.mark.usefixtures("script_forks")
+
 
 def line(custom_id, url="/v1/completions", **body):
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "tiny", **body}})

@@ -45,6 +45,7 @@ def test_a_grid(first, second, third, fourth):
     assert first in range(4) and second in (1, 2, 3) and third == {} and fourth in (1.5, None, "x")
 
 
+@pytest.mark.usefixtures("script_forks")
 def test_a_marked_grid_is_thinned():
     """What pytest says of a case differs between its versions."""
     common = ["--collect-only", "-q", "-p", "no:cacheprovider", f"{__file__}::test_a_grid"]

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("script_forks")
+
 SUITES = """
 import pytest
 from pelton.kv_cache.interface import KVManagerContext

@@ -203,6 +203,7 @@ def test_the_device_gives_logprobs(installed, llama):
     assert answers[0] == answers[1] and all(len(position) == 2 for position in answers[0])
 
 
+@pytest.mark.usefixtures("script_forks")
 def test_the_dummy_backend_passes_the_conformance_suite(installed, site):
     """As its author would run it: a test module of three lines, with pytest."""
     module = site / "test_conformance_of_dummy.py"

@@ -10,7 +10,8 @@ would have said. A fork that starts processes itself has a zygote of its own, wh
 What the product does begins with `runpy` in the fork, as with `python -m`. Starts by `exec` have tests of their own: servers with all
 that they start in e2e/test_server.py, e2e/test_tensor_parallel.py (ranks), plugins/server/test_several_processes.py (API processes) and
 plugins/bench/test_soak.py; the commands' ends in plugins/server/test_life.py and cli; engines in core/engine/test_engine_process.py and
-sdk/test_real_model.py; ranks of a user's own process in plugins/executors/test_multiproc.py; scripts in docs/test_readme.py.
+sdk/test_real_model.py; ranks of a user's own process in plugins/executors/test_multiproc.py; scripts in docs/test_readme.py; pytest with
+conformance suites, and `pelton plugins check`, in examples/test_from_wheel.py.
 """
 
 from __future__ import annotations
@@ -140,11 +141,13 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 
 class AnyForkingPopen(ForkingPopen):
-    """Also scripts (a path, `-c`), which then find imported what they would import."""
+    """Also scripts (a path, `-c`) and runs of pytest, which then find imported what they would import."""
 
     def _job(self, command: list[Any]) -> dict[str, Any] | None:
         if (job := super()._job(command)) is not None:
             return job
+        if command[:3] == [_PYTHON, "-m", "pytest"]:
+            return {"kind": "-m", "argv": command[2:], "command": command, "is_safe_path": False}
         if command[:1] != [_PYTHON] or (str(command[1]).startswith("-") and command[1] != "-c"):
             return None
         words = list(map(str, command))

@@ -20,6 +20,8 @@ from pelton_backends.native.isa import ISAS
 from pelton_backends.native.settings import take_settings
 from pelton_backends.sdpa import plugin as sdpa_plugin
 
+pytestmark = pytest.mark.usefixtures("script_forks")
+
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
 
 BUILD = """

@@ -117,6 +117,7 @@ def test_a_failure_in_a_group_is_told_before_a_file_is_left(sources, made):
     build_libraries(ISAS[0], folder=made)
 
 
+@pytest.mark.usefixtures("script_forks")
 def test_a_group_that_cannot_be_compiled_is_a_reason_against_its_ops_alone(tmp_path):
     compiler = tmp_path / "cc"
     compiler.write_text(WITHOUT_LORA.format(compiler=shutil.which("gcc") or shutil.which("cc")))
@@ -134,6 +135,7 @@ print(library.reason_against("lora"), "|", library.reason_against())
     assert result.stdout == "the C compiler failed: lora.c:1: error: no such luck | None\n", result.stderr
 
 
+@pytest.mark.usefixtures("script_forks")
 @pytest.mark.skipif(AVAILABLE[-1] != ISAS[-1].name, reason=f"this CPU has no {ISAS[-1].name}")
 def test_an_op_loads_what_it_calls_and_no_more():
     """A function that was not loaded would end the process: each op has one of its own."""

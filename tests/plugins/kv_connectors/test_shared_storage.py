@@ -73,6 +73,7 @@ def test_a_second_engine_reads_what_the_first_wrote(model, tmp_path):
     assert not list(tmp_path.rglob("*.part"))
 
 
+@pytest.mark.usefixtures("script_forks")
 def test_another_process_reads_them_too(model, tmp_path):
     path, prompts, _ = model
     script = (

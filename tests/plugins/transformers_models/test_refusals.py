@@ -123,6 +123,7 @@ def test_a_checkpoint_that_lacks_a_tensor_says_so(plugins, tmp_path):
         ModelDriver(path, weights=weights, plugins=plugins)
 
 
+@pytest.mark.usefixtures("script_forks")
 def test_models_of_our_own_do_not_import_transformers(tmp_path):
     path = make_tiny_checkpoint(tmp_path, "llama")
     script = (
