@@ -129,15 +129,21 @@ def engines_of_a_file_are_gone(quick_collections: None) -> Iterator[None]:
         gc.freeze()
 
 
+@functools.cache
+def _packages_in(folder: str, changed_ns: int) -> frozenset[str]:
+    """What tells importlib of packages in a folder that was last changed then: other files come and go in a checkout's."""
+    return frozenset(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info")))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def known_entry_points() -> Iterator[None]:
     """Thousands of tests load the plugins, and each time the files of all installed packages are read for their entry points. They
-    are kept for as long as `sys.path` and its folders stay as they were when the session began."""
+    are kept for as long as `sys.path` stays as it was when the session began, and its folders hold the same packages."""
     find, kept = plugins._entry_points, dict[Any, Any]()
 
     def state() -> Any:
-        ours = importlib.metadata.entry_points, tuple(sys.path)
-        return *ours, tuple(os.stat(path).st_mtime_ns for path in sys.path if os.path.isdir(path))
+        folders = [(path, os.stat(path).st_mtime_ns) for path in sys.path if os.path.isdir(path)]
+        return importlib.metadata.entry_points, tuple(sys.path), tuple(_packages_in(*folder) for folder in folders)
 
     first = state()
 
