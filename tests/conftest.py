@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not with `-p no:cacheprovider`
         pelton_references.folder = config.cache.mkdir("references")
     os.environ.setdefault(
-        "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker -p no:schemathesis"
+        "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker -p no:schemathesis -p no:anyio"
     )  # of runs that tests start; see addopts
 
 
