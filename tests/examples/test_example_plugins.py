@@ -112,6 +112,7 @@ def llama_twin(path: str, tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("engine_process", [False, True], ids=["in-process", "engine-process"])
 def test_the_model_answers_as_its_llama_twin(installed, tiny_checkpoint, tmp_path_factory, engine_process):
     prompts = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(20, 60))}]

@@ -115,6 +115,7 @@ def test_bans_hold_behind_it(installed, llama, prompts):
         assert len(generate(llm, [prompts[0]], params_of(2))[0]) == NUM_TOKENS
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_engine_in_another_process_has_it_too(installed, llama, prompts, expected):
     with LLM(model=llama, engine_process=True, **SMALL) as llm:
         assert generate(llm, prompts[:1], params_of(2)) == expected[:1]

@@ -65,6 +65,7 @@ def test_the_beams_are_those_of_transformers(settings, reference):
             llm.beam_search(PROMPTS, BeamSearchParams(beam_width=11, max_tokens=2))
 
 
+@pytest.mark.usefixtures("forks")
 async def test_the_asynchronous_engine_finds_the_same(settings, reference):
     async with AsyncLLM.from_flat(**settings) as llm:
         check([await llm.beam_search(prompt, PARAMS) for prompt in PROMPTS], reference)
@@ -122,6 +123,7 @@ def test_tokens_of_a_beams_logprobs_have_their_texts(settings):
                 }
 
 
+@pytest.mark.usefixtures("forks")
 async def test_the_time_limit_is_that_of_all_steps_together(settings):
     async with AsyncLLM.from_flat(**settings) as llm:
         long = BeamSearchParams(beam_width=4, max_tokens=400, ignore_eos=True)

@@ -120,6 +120,7 @@ def test_a_prompt_is_cut_to_its_end(llm: LLM, most: int, kept: int) -> None:
     assert output.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
+@pytest.mark.usefixtures("forks")
 def test_engine_args_make_engines(model: str, expected: list[list[int]]) -> None:
     args = EngineArgs(model=model, **SMALL)
     engine = LLMEngine.from_engine_args(args)

@@ -148,6 +148,7 @@ def test_decoders_equal_transformers_whole_and_in_chunks(tmp_path, pooling_type,
         np.testing.assert_allclose(output.outputs.data, states, atol=5e-3)
 
 
+@pytest.mark.usefixtures("forks")
 def test_two_stages_pool_as_one_device_does(tmp_path):
     """In chunks, from a checkpoint without a head: its names have no "model." before them, those of the other stage's layers neither."""
     path = make_tiny_checkpoint(tmp_path / "causal", "qwen3")
