@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 SERVER_URL = "http://127.0.0.1:8000"
@@ -31,6 +33,7 @@ def run_python(code: str, tmp_path: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.usefixtures("script_forks")
 def test_the_offline_example(tmp_path):
     lines = run_python(block_with("python", "from pelton import LLM"), tmp_path).splitlines()
     assert lines[0].startswith("The capital of France is ->") and "Paris" in lines[0]
@@ -42,6 +45,7 @@ def test_the_asyncio_example(tmp_path):
     assert len(out.split()) >= 5
 
 
+@pytest.mark.usefixtures("script_forks")
 def test_the_openai_example(demo_server, tmp_path):
     code = block_with("python", "from openai import OpenAI")
     assert SERVER_URL in code

@@ -39,6 +39,7 @@ def test_the_layout_of_processes_does_not_change_the_tokens(real: dict[str, Any]
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
 
 
+@pytest.mark.usefixtures("forks")
 async def test_the_engine_comes_back_with_its_model(real: dict[str, Any]) -> None:
     async def ids(llm: AsyncLLM, prompt: list[int]) -> list[int]:
         async for output in llm.generate(prompt, GREEDY):

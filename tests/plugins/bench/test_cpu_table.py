@@ -24,6 +24,7 @@ from pelton_plugins.bench.cpu.engines import Driver, Engine, bound_to, find_peer
 from pelton_plugins.bench.cpu.peers import RECORDED, ROWS, TARGETS, VERSIONS
 from pelton_plugins.bench.cpu.render import render
 
+pytestmark = pytest.mark.usefixtures("script_forks")
 NAMES = "latency, ttft, batch16, throughput, prefix, serve, start, first-start, memory"
 
 
