@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pelton_e2e import (
     references_in,
     serving,
 )
+from pelton_forked import ExecPopen
 from pelton_lora import merged_checkpoint
 from pelton_pages import settings
 
@@ -43,8 +45,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_answer_as_transformers(made: Callable[[str], Reference], family: str) -> None:
-    """As docs/parallelism.md starts them: batched, with recorded steps; then each prompt alone, chunked, with prefix hits."""
+def test_two_ranks_answer_as_transformers(
+    made: Callable[[str], Reference], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/parallelism.md starts them: batched, with recorded steps; then each prompt alone, chunked, with prefix hits. The first
+    family's ranks are started by `exec`."""
+    if family == FAMILIES[0]:
+        monkeypatch.setattr(subprocess, "Popen", ExecPopen)
     reference = made(family)
     with make_llm(reference.path, **settings("parallelism.md", "-tp"), max_num_batched_tokens=48) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
@@ -151,7 +158,7 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(
 ) -> None:
     reference = made("llama")
     flags = ["-tp", "2", "--dtype", "float32", "--max-model-len", "512"]
-    with serving(reference.path, *flags, log=tmp_path / "log", is_forked=False) as (url, process):
+    with serving(reference.path, *flags, log=tmp_path / "log") as (url, process):
         body = {"model": reference.path, "prompt": reference.prompts[2], "max_tokens": NUM_TOKENS, "ignore_eos": True,
                 "temperature": 0, "return_token_ids": True}  # fmt: skip
 
