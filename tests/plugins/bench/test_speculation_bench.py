@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pelton_forked import ForkingPopen
 
 from pelton import LLM, SamplingParams
 from pelton.errors import ConfigError
@@ -82,8 +83,9 @@ def test_drafts_are_all_right_where_texts_go_round_and_all_wrong_where_they_misl
 
 
 def test_engines_that_start_at_once_measure_in_turn_and_a_text_that_is_none_is_refused(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(speculation, "Popen", ForkingPopen)
     settings = ["--kv-cache-memory-bytes", str(2**22), "--device", "cpu", "--log-level", "error"]
     short = ["--rows", "1", "--drafts", "2", "--input-len", "16", "--output-len", "8", "--repeats", "1"]
     result = tmp_path / "result.json"
