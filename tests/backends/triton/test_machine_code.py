@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(1200)  # the first test waits until all is comp
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def made(tmp_path_factory: pytest.TempPathFactory, script_forks: None) -> list[dict[str, Any]]:
     """All kernels. One program compiles them: its start takes as long as ten kernels. Instructions of other dtypes are not asked for,
     which takes as long again; experts on Hopper come last, since what they take for granted stays."""
     words = ["bfloat16", "bfloat16", *CHAIN, *OTHERS]

@@ -21,6 +21,7 @@ def starts(count: int, cache: Path, *arguments: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("script_forks")
 @pytest.mark.timeout(900)  # two first starts, a minute each on a slow machine
 @pytest.mark.parametrize(
     "arguments, config",

@@ -15,7 +15,7 @@ from pelton_platforms.cuda import compile_client, compiler
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory) -> list[dict[str, Any]]:
+def starts(tmp_path_factory, script_forks) -> list[dict[str, Any]]:
     """Three over one cache, and one that fails over another."""
     cache, other = (tmp_path_factory.mktemp("triton") for _ in range(2))
     # Else numpy starts threads, which no fork has.
