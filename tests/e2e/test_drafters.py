@@ -228,6 +228,19 @@ def test_a_quantized_draft(llama: Reference, tmp_path: Path) -> None:
     assert 0.8 * found["num_draft_tokens"] < found["num_accepted_tokens"] < found["num_draft_tokens"]
 
 
+def test_the_demo_model_drafts_for_itself() -> None:
+    """Trained weights, from a GGUF; the checkpoint says the method."""
+    params, prompts = greedy(24, detokenize=True), ["The capital of France is", "1, 2, 3, 4,"]
+    speculation = {"model": "smollm2", "num_speculative_tokens": 3}
+    found = []
+    for drafts in ({}, {"speculative_config": speculation}):
+        with make_llm("smollm2", skip_tokenizer_init=False, max_num_seqs=2, disable_log_stats=False, **drafts) as llm:
+            found.append([output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)])
+            made = counts(llm)
+    assert found[0] == found[1]
+    assert made["num_accepted_tokens"] == made["num_draft_tokens"] > 0
+
+
 def test_drafts_that_are_wrong_pause(llama: Reference, drafts: Drafts) -> None:
     speculation = drafts("medusa", llama) | {"min_acceptance_rate": 0.3}
     with make_llm(llama.path, speculative_config=speculation, disable_log_stats=False) as llm:

@@ -9,6 +9,7 @@ from pelton.model.resolve import text_config
 from pelton.plugins import calling, make
 from pelton.spec_decode.drafter import Drafter, DrafterContext
 from pelton.spec_decode.select import find_checkpoint
+from pelton.worker.step_kernel import NO_KERNEL
 
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
@@ -28,6 +29,12 @@ def make_drafter(worker: DeviceWorker) -> Drafter | None:
     _check_ranks(entry, worker.config)
     if worker.model_info.is_pooling:
         raise ConfigError(f"speculative_config.method is {entry.name!r}, and the model is run to pool. Leave it out.")
+    kernel = worker.config.compilation.step_kernel
+    if kernel not in (None, NO_KERNEL):
+        raise ConfigError(
+            f"step_kernel is {kernel!r}, which leaves a drafter no hidden states, and speculative_config.method is {entry.name!r}. Leave "
+            "one of them out."
+        )
     context = DrafterContext(
         config=worker.config.speculative, engine_config=worker.config, info=worker.model_info, model=worker.model,
         build=worker.build, plugins=worker.plugins,

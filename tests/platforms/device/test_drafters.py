@@ -82,6 +82,10 @@ def test_proposers_of_the_host_are_none(worker: Any) -> None:
             "pipeline_parallel_size is 2, and .* 'onranks'",
         ),
         ({"speculative_method": "nothing", "runner": "pooling"}, "the model is run to pool"),
+        (
+            {"speculative_method": "nothing", "step_kernel": "one"},
+            "step_kernel is 'one', which leaves a drafter no hidden",
+        ),
         ({"speculative_method": "eagle9"}, "speculative_config.method is 'eagle9'; available: .*medusa"),
     ],
 )
