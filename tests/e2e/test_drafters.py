@@ -145,7 +145,7 @@ def test_constrained_rows_beside_others(tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     "family, settings",
     [
-        ("llama", {}), ("mistral", {}), ("gemma3", {}), ("deepseek_v3", {}),
+        ("llama", {}), ("mistral", {}), ("gemma3", {}), ("deepseek_v3", {}), ("mixtral", {}),
         ("llama", {"tensor_parallel_size": 2}), ("gemma3", {"tensor_parallel_size": 2}),
         ("qwen3", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
     ],

@@ -6,12 +6,14 @@ Its layers' keys and values lie in the blocks of the model's own, so a prefix th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from pelton.config import EngineConfig
+from pelton.config.eplb import EPLBConfig
 from pelton.errors import ConfigError
 from pelton.model.build import BuildConfig, make_build_config
 from pelton.model.registry import build_model
@@ -65,7 +67,7 @@ def _settings(context: DrafterContext) -> EngineConfig:
         max_model_len=None, revision=None, hf_overrides={}, generation_config="pelton", override_generation_config={},
         quantization=None,
     )  # fmt: skip
-    return msgspec.structs.replace(context.engine_config, model=model)
+    return msgspec.structs.replace(context.engine_config, model=model, eplb=EPLBConfig())
 
 
 def _check(info: ResolvedModel, context: DrafterContext) -> None:
@@ -85,10 +87,11 @@ def _check(info: ResolvedModel, context: DrafterContext) -> None:
 
 def _build(settings: EngineConfig, info: ResolvedModel, context: DrafterContext) -> BuildConfig:
     """Return the config that its layers are made with: the model's ops and attention backends, on their device."""
-    target = context.build
+    target, parallel = context.build, copy(context.build.parallel)
+    parallel.experts = None  # engines draft when they have drafts to make: each has all of the draft's experts
     made = make_build_config(
         settings, info, context.plugins, device=target.device, device_type=target.device_type,
-        max_num_seqs=target.max_num_seqs, max_num_batched_tokens=target.max_num_batched_tokens, parallel=target.parallel,
+        max_num_seqs=target.max_num_seqs, max_num_batched_tokens=target.max_num_batched_tokens, parallel=parallel,
     )  # fmt: skip
     made.weights.make_copier = target.weights.make_copier
     return replace(
