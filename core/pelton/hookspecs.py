@@ -224,7 +224,8 @@ def pelton_logits_processors() -> Sequence[Entry]:
 @hookspec(since="1.0")
 def pelton_draft_proposers() -> Sequence[Entry]:
     """Offer draft proposers for speculative decoding: what `speculative_config.method` may name. `load` gives a factory from one
-    `pelton.spec_decode.interface.ProposerContext` to a `DraftProposer`. Called once, in the engine's process."""
+    `pelton.spec_decode.interface.ProposerContext` to a `DraftProposer`, called once, in the engine's process; or a
+    `pelton.spec_decode.drafter.Drafter` class, which each worker makes: drafts from weights of its own."""
 
 
 @hookspec(since="1.0")

@@ -56,6 +56,7 @@ MODULES = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _FOLDERS.it
     "pelton.ops.reference_speculation": "pelton_backends.reference.speculation",
     "pelton.ops.reference_step": "pelton_platforms.device.steps.reference_step",
     "pelton.quantization.blocks": "pelton.ops.packed_blocks",
+    "pelton.quantization.packed": "pelton_plugins.weight_forms.packed",
     "pelton.request": "pelton.messages.request",
     "pelton.scheduler.output": "pelton.messages.step",
     "pelton.spec_decode.rejection": "pelton_platforms.device.steps.rejection",
@@ -74,6 +75,9 @@ NAMES = {
     },
     "pelton.lora.peft": {
         name: f"pelton_platforms.device.peft_tensors.{name}" for name in ("read_tensors", "split_name")
+    },
+    "pelton.ops.packed_blocks": {
+        name: f"pelton_plugins.weight_forms.block_writing.{name}" for name in ("pack", "quantize")
     },
     "pelton.ops.reference": {f"Reference{op}": f"pelton_backends.reference.ops.Reference{op}" for op in _OPS.split()},
     "pelton.sampling.side_tables": {"SideTables": "pelton_platforms.device.steps.side_tables.SideTables"},

@@ -20,9 +20,10 @@ from pelton.attention.interface import AttentionBackend
 from pelton.cli.main import find_commands, main
 from pelton.config import EngineConfig
 from pelton.config.plugin_settings import read_settings
-from pelton.entries import SettingsEntry
+from pelton.entries import Entry, SettingsEntry
 from pelton.metrics.plugin_metrics import PluginMetrics
-from pelton.testing.draft_proposer import DraftProposerConformance
+from pelton.plugins import load_plugins, register
+from pelton.testing.draft_proposer import DrafterConformance, DraftProposerConformance
 from pelton.testing.models import make_tiny_checkpoint
 from pelton.testing.plugins import plugins_of
 
@@ -91,6 +92,31 @@ def test_a_proposer_repeats_the_last_token() -> None:
     config = SpeculativeConfig(method="repeat", num_speculative_tokens=2)
     repeat = names_of("speculative.md", 0)["Repeat"](ProposerContext(config=config, vocab_size=9, max_model_len=9))
     assert repeat.propose("r", [4, 7]) == [7, 7]
+
+
+class TestTheDrafterOfThePage(DrafterConformance):
+    @pytest.fixture(autouse=True)
+    def plugin(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        module: Any = ModuleType("drafter_page")
+        module.Again = names_of("speculative.md", 1)["Again"]
+        module.PELTON_API = ">=1,<2"
+        module.pelton_draft_proposers = pelton_draft_proposers
+        monkeypatch.setitem(sys.modules, "drafter_page", module)
+        self.plugins = load_plugins(only=[])
+        register(self.plugins.manager, module, "drafter_page", "test")
+        self.model, self.speculative_config = model, {"method": "again", "num_speculative_tokens": 2}
+
+
+@hookimpl
+def pelton_draft_proposers() -> list[Entry]:
+    return [Entry(name="again", load="drafter_page:Again")]
+
+
+def test_a_server_with_a_draft_model_as_on_the_page(model: str, expected: list[list[int]]) -> None:
+    found = settings("speculative.md", "--speculative-model")
+    assert found.pop("speculative_model") == "DRAFT"
+    with make_llm(model, **found, speculative_model=model) as llm:
+        assert generate(llm, PROMPTS) == expected
 
 
 def listed(page: str, capsys: pytest.CaptureFixture[str], **words: str) -> list[tuple[int, str, str]]:

@@ -90,6 +90,7 @@ def test_alone(case: Case, llm: LLM, name: str) -> None:
             {"max_model_len": 208, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 18}, id="preempted"
         ),
         pytest.param({"speculative_method": "ngram", "prompt_lookup_min": 1}, id="drafts"),
+        pytest.param({"speculative_method": "draft_model", "min_acceptance_rate": 0.0}, id="draft-model"),
         pytest.param({"tensor_parallel_size": 2}, id="two-ranks"),
         pytest.param({"pipeline_parallel_size": 2, "max_num_batched_tokens": 64, "max_loras": 2}, id="two-stages"),
     ],
@@ -102,6 +103,8 @@ def test_any_mix_with_base_requests(case: Case, settings: dict[str, Any]) -> Non
         case.base[index] if name is None else case.outputs[name][index]
         for index in range(len(case.prompts)) for name in names
     ]  # fmt: skip
+    if settings.get("speculative_method") == "draft_model":  # it has no adapter, and is right for base requests
+        settings = {**settings, "speculative_model": case.path}
     with lora_llm(case, **settings) as llm:
         assert run(llm, prompts, requests) == expected
         assert run(llm, prompts, requests) == expected  # prefix hits, each adapter its own

@@ -113,6 +113,15 @@ def test_ranks_of_engines(made: Callable[[str], Reference]) -> None:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
 
 
+def test_a_draft_with_experts(made: Callable[[str], Reference]) -> None:
+    """Each engine has all of the draft's: it makes drafts when the other makes none."""
+    reference = made("qwen3_moe")
+    speculation = {"method": "draft_model", "model": reference.path, "num_speculative_tokens": 2}
+    with make_llm(reference.path, **TWO, speculative_config=speculation, max_num_batched_tokens=48) as llm:
+        assert generate(llm, reference.prompts[:3], greedy(NUM_TOKENS)) == reference.outputs[:3]
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [

@@ -337,6 +337,7 @@ CONNECTOR = {"kv_connector": "shared_storage", "kv_connector_extra_config": {"sh
         ({"speculative_config": {"method": "ngram"}}, "a state cannot leave a rejected draft out again"),
         ({"kv_transfer_config": CONNECTOR}, "keeps what models have of each token; this one has states"),
         ({"kv_transfer_config": CONNECTOR, "disable_hybrid_kv_cache_manager": True}, "this one has states"),
+        ({"speculative_config": {"model": "heads"}}, "a state cannot leave a rejected draft out again"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, and layers with states run on one rank"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
     ],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pelton_drafts import eagle, eagle3, medusa
 from pelton_e2e import generate, greedy, make_llm, small_pool
 
 from pelton import SamplingParams
@@ -52,6 +54,22 @@ def test_greedy_ids_are_those_without_drafts(
         assert llm.kv_cache_usage() == 0.0
     assert 0 < found["num_accepted_tokens"] < found["num_draft_tokens"]
     assert (keys.count(4) > 10) == (settings["cudagraph_mode"] != "NONE")
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "NONE"])
+@pytest.mark.parametrize("method", ["draft_model", "medusa", "eagle", "eagle3"])
+def test_drafts_from_weights_of_their_own(references: Any, tmp_path: Path, method: str, mode: str) -> None:
+    reference = references("llama")
+    makers = {"medusa": medusa, "eagle": eagle, "eagle3": eagle3}
+    model = makers[method](tmp_path / "head", reference.path) if method in makers else reference.path
+    with make_llm(
+        reference.path, device="cuda", disable_log_stats=False, cudagraph_mode=mode, max_num_batched_tokens=64,
+        speculative_config={"method": method, "model": model, "num_speculative_tokens": 3, "min_acceptance_rate": 0.0},
+    ) as llm:  # fmt: skip
+        reference.check(generate(llm, reference.prompts, greedy(reference.num_tokens)))
+        found = counts(llm)
+    assert found["num_draft_tokens"] > 0
+    assert method != "draft_model" or found["num_accepted_tokens"] > 0.9 * found["num_draft_tokens"]
 
 
 def test_chunks_and_preemption(references: Any) -> None:

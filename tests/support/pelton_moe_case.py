@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors, RoutingSpec
-from pelton.ops.packed_blocks import kinds_of, pack, panels_shape, quantize
+from pelton.ops.packed_blocks import kinds_of, panels_shape
 from pelton.ops.selector import reasons_against
 from pelton_backends.reference.moe import ReferenceMoe
 from pelton_plugins.models.experts import copies_of
+from pelton_plugins.weight_forms.block_writing import pack, quantize
 from pelton_plugins.weight_forms.groups import pack_minima, pack_scales
 
 SIZES = 72, 40  # hidden, of an expert

@@ -77,6 +77,7 @@ FLAT_ALIASES = {
     **{f"eplb_{name}": ("eplb", name) for name in EPLBConfig.__struct_fields__[1:]},
     "optimization_level": ("compilation", "level"),
     "speculative_method": ("speculative", "method"),
+    "speculative_model": ("speculative", "model"),
     "structured_outputs_backend": ("structured_outputs", "backend"),
 }
 """Flat names of the fields whose own name says too little without its section."""

@@ -13,7 +13,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Drafts of tokens that the model verifies in one step. Greedy output stays the same; with sampling its law does."""
 
     method: str | None = None
-    """Name of a draft proposer, such as ngram; no speculation when unset."""
+    """Name of a draft proposer, such as ngram, medusa, eagle, eagle3 or draft_model; without a `model` no speculation when unset."""
+    model: str | None = None
+    """medusa, eagle, eagle3, draft_model: folder, name or hub id of the weights that make drafts. They say the method when it is unset."""
     num_speculative_tokens: int = 3
     """Most drafts of one request in one step."""
     prompt_lookup_max: int = 5
@@ -26,6 +28,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Whether workers make the drafts themselves where their method allows it, so that steps overlap. Unset: but on a CPU."""
 
     def __post_init__(self) -> None:
+        if self.method in (None, "ngram") and self.model in ("ngram", "[ngram]"):  # as vLLM's programs name it
+            msgspec.structs.force_setattr(self, "method", "ngram")
+            msgspec.structs.force_setattr(self, "model", None)
         if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}; use 1 to {MAX_SPECULATIVE_TOKENS}, such as 3."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -81,9 +82,11 @@ class LMHead(nn.Module):
         """tied: the embedding's matrix is used, not a copy of it in the checkpoint. embedding: None where another stage has it."""
         super().__init__()
         vocab_size, hidden_size = config.hf.vocab_size if embedding is None else embedding.vocab_size, norm.spec.size
+        self._bind_norm = partial(_bind_norm, norm, post_norm, config)
+        self.has_post_norm = post_norm is not None  # then layers' outputs are not what is added to the residual
         if config.pooling is not None:
             config.weights.ignore(rf"{prefix}\.weight")
-            self.add_norm = _bind_norm(norm, post_norm, config)
+            self.keep_norm()
             return
         if tied:
             config.weights.ignore(rf"{prefix}\.weight")
@@ -94,7 +97,7 @@ class LMHead(nn.Module):
         else:
             self.matrix = matrix = VocabMatrix(vocab_size, hidden_size, config=config, prefix=prefix)
         parallel = config.parallel
-        weights = matrix.linear_weights
+        self.linear_weights = weights = matrix.linear_weights
         needs = AddNormLogitsNeeds(
             dtype=config.dtype_name, norm=norm.spec, linear=weights.spec, vocab_size=vocab_size, soft_cap=soft_cap,
             post_norm=post_norm.spec if post_norm else None, tp_size=parallel.size,
@@ -112,8 +115,12 @@ class LMHead(nn.Module):
         """rows [n] int64 -> [n, vocab_size] float32"""
         return self.add_norm_logits(hidden, residual, rows)
 
+    def keep_norm(self) -> None:
+        """Let a model that generates be asked for hidden states too. Before weights are loaded."""
+        self.add_norm = self._bind_norm()
+
     def hidden_states(self, hidden: Tensor, residual: Tensor | None, rows: Tensor | None) -> Tensor:
-        """Return, for a model that pools, hidden states in place of logits: rows [n] int64, or all -> [n, H]."""
+        """Return hidden states in place of logits, of a model that pools or whose norm is kept: rows [n] int64, or all -> [n, H]."""
         if rows is not None:
             hidden, residual = hidden[rows], None if residual is None else residual[rows]
         else:  # `add_norm` may overwrite them

@@ -1,4 +1,4 @@
-"""Conformance of draft proposers on the host: what any implementation has to keep, run with pytest.
+"""Conformance of draft proposers: what any implementation has to keep, run with pytest. For drafters there is `DrafterConformance`.
 
 Subclass `DraftProposerConformance` in a test module and give it `make_proposer`:
 
@@ -9,8 +9,10 @@ Subclass `DraftProposerConformance` in a test module and give it `make_proposer`
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -113,3 +115,72 @@ def _texts() -> Iterator[list[int]]:
     for length in (2, 7, 31, MAX_MODEL_LEN):
         yield [chooser.randrange(VOCAB_SIZE) for _ in range(length)]
         yield [chooser.randrange(3) for _ in range(length)]
+
+
+class DrafterConformance:
+    """For drafters, whose drafts workers make: engines on a small model, with and without drafts.
+
+    Subclass it and give it `model`, a checkpoint's folder, and `speculative_config`, whose method an installed plugin offers, or one of
+    `plugins`.
+    """
+
+    model: str
+    speculative_config: Mapping[str, Any]
+    plugins: Any = None
+    """`pelton.plugins.Plugins`, for a test without an installed package."""
+    settings: ClassVar[Mapping[str, Any]] = {
+        "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 2**24,
+    }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 1}, {"async_scheduling": False},
+            {"num_gpu_blocks_override": 16, "kv_cache_memory_bytes": None},
+        ],
+        ids=["batched", "chunked", "alone", "no-overlap", "few-blocks"],
+    )  # fmt: skip
+    def test_greedy_tokens_are_those_without_drafts(self, options: dict[str, Any]) -> None:
+        """Wrong drafts cost time and change nothing."""
+        assert self._answers(_greedy(), True, options)[0] == self._answers(_greedy(), False, options)[0]
+
+    def test_a_seeded_sample_is_that_without_drafts(self) -> None:
+        from pelton import SamplingParams
+
+        params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=24, ignore_eos=True)
+        assert self._answers(params, True)[0] == self._answers(params, False)[0]
+
+    def test_makes_drafts_and_no_more_than_the_settings_say(self) -> None:
+        most = self.speculative_config.get("num_speculative_tokens", SpeculativeConfig().num_speculative_tokens)
+        _, rows, drafts = self._answers(_greedy(), True)
+        assert 0 < drafts <= most * rows, f"{drafts:.0f} drafts in {rows:.0f} rows, with {most} a row at most"
+
+    def _answers(
+        self, params: Any, has_drafts: bool, options: Mapping[str, Any] | None = None
+    ) -> tuple[list[list[int]], float, float]:
+        """Token ids of a few prompts, asked twice, so that prefixes are found; rows that had drafts, and these."""
+        from pelton import LLM
+
+        settings = {**self.settings, **(options or {}), "disable_log_stats": False}
+        if has_drafts:
+            settings["speculative_config"] = {**self.speculative_config, "min_acceptance_rate": 0}
+        vocab_size = json.loads((Path(self.model) / "config.json").read_text())["vocab_size"]
+        chooser = random.Random(2)
+        prompts: list[Any] = [
+            {"prompt_token_ids": [chooser.randrange(3, vocab_size) for _ in range(length)]}
+            for length in (1, 2, 7, 16, 33, 70)
+        ]
+        with LLM(model=self.model, plugins=self.plugins, **settings) as llm:
+            outputs = [output for _ in range(2) for output in llm.generate(prompts, params, use_tqdm=False)]
+            metrics = {metric.name: getattr(metric, "value", 0.0) for metric in llm.get_metrics()}
+        failed = [output.error.message for output in outputs if output.error is not None]
+        assert not failed, f"a request failed: {failed[0]}"
+        rows, drafts = (metrics[f"pelton_spec_decode_num_{name}"] for name in ("drafts", "draft_tokens"))
+        return [list(output.outputs[0].token_ids) for output in outputs], rows, drafts
+
+
+def _greedy() -> Any:
+    from pelton import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -82,6 +82,14 @@ def _kv_manager(entry: Entry, loaded: Any) -> ClassBody:
     return {"make_manager": make_manager}
 
 
+def _proposer(entry: Entry, loaded: Any) -> ClassBody | None:
+    """A drafter, which workers make, needs a checkpoint."""
+    from pelton.spec_decode.drafter import Drafter
+
+    is_drafter = isinstance(loaded, type) and issubclass(loaded, Drafter)
+    return None if is_drafter else _made("make_proposer")(entry, loaded)
+
+
 SUITES: Mapping[str, Suite] = {
     "pelton_platforms": Suite("pelton.testing.platform:PlatformConformance", _set("platform_class")),
     "pelton_attention_backends": Suite("pelton.testing.attention:AttentionBackendConformance", _attention),
@@ -120,7 +128,11 @@ SUITES: Mapping[str, Suite] = {
     "pelton_logits_processors": Suite(
         "pelton.testing.logits_processor:LogitsProcessorConformance", needs="processor_class and good_args"
     ),
-    "pelton_draft_proposers": Suite("pelton.testing.draft_proposer:DraftProposerConformance", _made("make_proposer")),
+    "pelton_draft_proposers": Suite(
+        "pelton.testing.draft_proposer:DraftProposerConformance",
+        _proposer,
+        "model and speculative_config of a DrafterConformance",
+    ),
     "pelton_kv_connectors": Suite(
         "pelton.testing.kv_connector:KVConnectorConformance", needs="connector and extra_config"
     ),

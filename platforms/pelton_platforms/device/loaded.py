@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pelton.model.resolved import ResolvedModel
     from pelton.platform.interface import Platform
     from pelton.plugins import Plugins
+    from pelton.spec_decode.drafter import Drafter
     from pelton.worker.step_kernel import StepKernel
     from pelton_platforms.device.adapters import AdapterStore
 
@@ -37,5 +38,7 @@ class LoadedModel:
     """None: the engine serves no adapters."""
     step_kernel: StepKernel | None = None
     """Computes decode steps; None: the model's layers do."""
+    drafter: Drafter | None = None
+    """Makes drafts from weights of its own; None: there are none, or they come from elsewhere."""
     notes: list[str]
     """Notes for the operator on settings that were changed at the start."""

@@ -58,6 +58,8 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
         stream_wait=loaded.platform.stream_wait() if config.parallel.num_ranks == 1 else None,
     )  # fmt: skip
     runner.step_kernel = loaded.step_kernel
+    if loaded.drafter is not None:
+        runner.use_drafter(loaded.drafter)
     runner.prompt_embeds = make_prompt_embeds(loaded)
     if config.kv_cache.calculate_kv_scales:
         from pelton_platforms.device.cache_scales import make_calculated_scales
@@ -67,7 +69,11 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
 
 
 def _use_drafts(loaded: LoadedModel, step_ops: StepOps) -> None:
-    """Let rows have drafts where the settings say so; on a GPU the device makes them itself, where the proposer has a way."""
+    """Let rows have drafts where the settings say so; on a GPU the device makes them itself, where the proposer has a way. A drafter
+    makes them on every device."""
+    if loaded.drafter is not None:
+        step_ops.use_drafts(loaded.drafter.num_drafts, has_drafter=True)
+        return
     proposer = make_draft_proposer(loaded.config, loaded.info, loaded.plugins)
     if proposer is None:
         return

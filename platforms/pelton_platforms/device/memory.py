@@ -54,6 +54,11 @@ class StepMemory:
             num_tokens=loaded.max_num_tokens,
         )
         hidden = loaded.model.forward(batch)
+        if loaded.drafter is not None:
+            from pelton.spec_decode.drafter import DraftPass
+
+            step = DraftPass(batch=batch, following=batch.input_ids, hidden=hidden, last=tokens[: loaded.max_num_seqs])
+            loaded.drafter.follow(step)
         if hasattr(loaded.model, "compute_logits"):
             logits = loaded.model.compute_logits(hidden, tokens[: loaded.max_num_seqs])
             logits.softmax(dim=-1, dtype=torch.float32)

@@ -103,6 +103,8 @@ def _device_storages(worker: DeviceWorker) -> list[torch.UntypedStorage]:
         return []
     model: Any = worker.model  # a module
     tensors = [*model.parameters(), *model.buffers()]
+    if worker.drafter is not None:
+        tensors += [*worker.drafter.parameters(), *worker.drafter.buffers()]
     if worker.adapters is not None and worker.adapters.layers.slots is not None:
         tensors.append(worker.adapters.layers.slots)
     return list(

@@ -27,7 +27,7 @@ from pelton_platforms.device.graphs.graph_setup import setup_graphs
 from pelton_platforms.device.load_weights import load_weights
 from pelton_platforms.device.loaded import LoadedModel
 from pelton_platforms.device.make_runner import make_runner
-from pelton_platforms.device.memory import StepMemory
+from pelton_platforms.device.memory import StepMemory, module_bytes
 from pelton_platforms.device.profiling import Profiling
 from pelton_platforms.device.sleeping import Sleep
 from pelton_platforms.device.speed import fit_step
@@ -37,6 +37,7 @@ from pelton_platforms.device.steps.step_shapes import padding_shape
 from pelton_platforms.device.work import work_of
 
 if TYPE_CHECKING:
+    from pelton.spec_decode.drafter import Drafter
     from pelton_platforms.device.adapters import AdapterStore
 
 _WARM_UP_TOKENS = 16
@@ -95,11 +96,20 @@ class DeviceWorker(Worker):
                 from pelton_platforms.device.adapters import make_adapters
 
                 self.adapters = make_adapters(self.build, memory)
-            self.step_kernel = make_step_kernel(self)
+            self.drafter: Drafter | None = None
+            if self.config.speculative.method is not None or self.config.speculative.model is not None:
+                from pelton_platforms.device.drafters import make_drafter
+
+                self.drafter = make_drafter(self)
+            self.step_kernel = None if self.drafter is not None else make_step_kernel(self)
         self._memory = StepMemory(self.loaded)
         self._first_start = FirstStart(self.loaded, self._memory, self.phase_s)
         self._first_start.compile_soon()
         self.weights_bytes = load_weights(self.loaded, self.phase_s)
+        if self.drafter is not None:
+            with phase("load draft weights", self.phase_s):
+                self.drafter.load_weights()
+            self.weights_bytes += module_bytes(self.drafter)
 
     @property
     def loaded(self) -> LoadedModel:
@@ -107,6 +117,7 @@ class DeviceWorker(Worker):
             config=self.config, info=self.model_info, platform=self.platform, plugins=self.plugins, build=self.build,
             model=self.model, specs=self.kv_cache_specs(), device=self.device, max_num_seqs=self.max_num_seqs,
             max_num_tokens=self.max_num_tokens, adapters=self.adapters, notes=self.notes, step_kernel=self.step_kernel,
+            drafter=self.drafter,
         )  # fmt: skip
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
@@ -250,7 +261,7 @@ class DeviceWorker(Worker):
 
     def drop_model(self) -> None:
         """Drop the model, and what was bound to it."""
-        for name in ("model", "build", "adapters", "step_kernel", "_memory", "_first_start"):
+        for name in ("model", "build", "adapters", "drafter", "step_kernel", "_memory", "_first_start"):
             self.__dict__.pop(name, None)
 
     def check_device(self) -> None:

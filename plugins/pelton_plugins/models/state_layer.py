@@ -114,7 +114,7 @@ def _check_settings(config: BuildConfig) -> None:
             f"tensor_parallel_size is {config.parallel.size}, and layers with states run on one rank. Set it to 1."
         )
     settings = config.engine_config
-    if settings is not None and settings.speculative.method is not None:
+    if settings is not None and (settings.speculative.method or settings.speculative.model):
         raise ConfigError(
             "speculative_config is set, and a state cannot leave a rejected draft out again. Leave it out for this model."
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pelton.ops.packed_blocks import KINDS, BlockKind, quantize
+from pelton.ops.packed_blocks import KINDS, BlockKind
+from pelton_plugins.weight_forms.block_writing import quantize
 from pelton_plugins.weight_forms.blocks import BlockWeights
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ import torch
 
 from pelton.errors import ConfigError
 from pelton.ops.interface import Linear, LinearNeeds, LinearSpec, LinearTensors, LinearWeights
-from pelton.ops.packed_blocks import BLOCK, KINDS, PANEL_ROWS, BlockKind, pack, panels_shape
+from pelton.ops.packed_blocks import BLOCK, KINDS, PANEL_ROWS, BlockKind, panels_shape
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.cache_scales import take_cache_scales
+from pelton_plugins.weight_forms.block_writing import pack
 from pelton_plugins.weight_forms.blocks import is_for_cpu
 from pelton_plugins.weight_forms.expert_codes import BLOCK as CODES_BLOCK
 from pelton_plugins.weight_forms.expert_codes import put_codes

@@ -15,10 +15,10 @@ import torch
 from pelton.errors import ConfigError
 from pelton.ops.interface import LinearSpec, LinearWeights
 from pelton.ops.packed_blocks import BLOCK, BlockKind
-from pelton.quantization.packed import PackedWeights
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.weight_forms.expert_codes import put_codes
 from pelton_plugins.weight_forms.groups import MINIMA, codes_shape, pack_codes, pack_minima
+from pelton_plugins.weight_forms.packed import PackedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from pelton.ops.interface import (
     LinearWeights,
     NormSpec,
 )
-from pelton.ops.packed_blocks import KINDS, dense, pack, panels_shape, quantize, weight_format
+from pelton.ops.packed_blocks import KINDS, dense, panels_shape, weight_format
 from pelton_backends.native.quant import (
     QuantAddNormLinear,
     QuantAddNormLogits,
@@ -26,6 +26,7 @@ from pelton_backends.native.quant import (
     QuantLinear,
 )
 from pelton_backends.reference.ops import ReferenceAddNormLogits, ReferenceEmbed
+from pelton_plugins.weight_forms.block_writing import pack, quantize
 
 pytestmark = pytest.mark.covering(3)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from pelton_common_prefix import PrefixReads, check_common_prefix, prefix_reads, prefix_reference
+from pelton_drafts import counts, eagle, eagle3, medusa
 from pelton_e2e import gap_reference, generate, greedy, make_llm, make_prompts
 
 from pelton import SamplingParams
@@ -21,7 +23,7 @@ from pelton.plugins import Plugins, load_plugins, register
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_platforms.cpu.platform import CPUPlatform
-from pelton_platforms.device.graphs.captures import FullGraphs
+from pelton_platforms.device.graphs.captures import FullGraphs, PiecewiseGraphs
 
 __all__ = ["prefix_reads"]  # a fixture
 
@@ -146,3 +148,49 @@ def test_drafts_are_made_and_verified_in_graphs(
         with make_llm(str(path), plugins=plugins, device="interpreted", **settings, **speculation) as llm:
             found.append(generate(llm, prompts, params))
     assert found[0] == found[1] and keys.count(3) >= 2
+
+
+@pytest.mark.parametrize(
+    "method, mode",
+    [
+        ("draft_model", CUDAGraphMode.PIECEWISE),
+        ("eagle", CUDAGraphMode.PIECEWISE),
+        ("eagle3", CUDAGraphMode.NONE),
+        ("medusa", CUDAGraphMode.NONE),
+    ],
+)
+def test_drafters(
+    plugins: Plugins, captures: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, method: str, mode: CUDAGraphMode
+) -> None:
+    """A drafter's passes over the block tables of the model, by the kernels that prepare a step's inputs and attention's."""
+    modes: list[CUDAGraphMode] = []
+    run = PiecewiseGraphs.run
+    monkeypatch.setattr(
+        PiecewiseGraphs, "run", lambda self, mode, *rest: (modes.append(mode), run(self, mode, *rest))[1]
+    )
+    sizes = {
+        "num_hidden_layers": 4 if method == "eagle3" else 1,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+    }
+    path = str(make_tiny_checkpoint(tmp_path / "model", "llama", with_tokenizer=False, **sizes))
+    makers = {"eagle": eagle, "eagle3": partial(eagle3, num_draft_tokens=48), "medusa": medusa}
+    speculation = {
+        "model": makers[method](tmp_path / "head", path) if method in makers else path,
+        "num_speculative_tokens": 2,
+    }
+    prompts = make_prompts(64, (1, 18))
+    reference = gap_reference("llama", path, prompts, 7, "cpu")
+    settings = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory_bytes": 2**20}
+    settings["compilation_config"] = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [4, 16]}
+    with make_llm(
+        path, plugins=plugins, device="interpreted", disable_log_stats=False, **settings,
+        speculative_config=speculation | {"method": method, "min_acceptance_rate": 0},
+    ) as llm:  # fmt: skip
+        reference.check(generate(llm, prompts, greedy(7)))
+        assert llm.llm_engine.info.report.attention_backend == "triton"
+        assert set(modes) == ({mode} if mode is CUDAGraphMode.PIECEWISE else set())
+        found = counts(llm)
+    assert found["num_draft_tokens"] > 0
+    assert method != "draft_model" or found["num_accepted_tokens"] == found["num_draft_tokens"]

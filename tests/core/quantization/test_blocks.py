@@ -12,11 +12,10 @@ from pelton.ops.packed_blocks import (
     dense,
     dequantize,
     kinds_of,
-    pack,
     panels_shape,
-    quantize,
     weight_format,
 )
+from pelton_plugins.weight_forms.block_writing import pack, quantize
 
 SHAPES = [(1, 32), (16, 64), (37, 96), (0, 32)]
 

@@ -15,7 +15,7 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.model.build import make_build_config
 from pelton.model.resolve import resolve_model
-from pelton.ops.packed_blocks import KINDS, dequantize, pack, panels_shape
+from pelton.ops.packed_blocks import KINDS, dequantize, panels_shape
 from pelton.ops.selector import OpSelector
 from pelton.plugins import load_plugins
 from pelton.quantization.interface import LinearShard
@@ -23,6 +23,7 @@ from pelton.testing.model_driver import ModelDriver, TensorWeight
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.loaders.gguf.blocks import KEPT_AS, read_kept
 from pelton_plugins.loaders.gguf.file import QuantType
+from pelton_plugins.weight_forms.block_writing import pack
 from pelton_plugins.weight_forms.blocks import BlockWeights, split_blocks
 
 HIDDEN, HEADS, KV_HEADS, MLP, VOCAB, LAYERS = 64, 4, 2, 96, 50, 2

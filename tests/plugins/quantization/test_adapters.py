@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from pelton import LLM, LoRARequest, SamplingParams
 from pelton.ops import packed_blocks
 from pelton.testing.models import load_reference, make_tiny_checkpoint
+from pelton_plugins.weight_forms import block_writing
 
 PROMPT = [5, 9, 200, 31, 77, 4, 18, 250, 13, 13, 90, 2]
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
@@ -84,7 +85,7 @@ def in_blocks(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def rounded(weight: torch.Tensor) -> torch.Tensor:
         panels = torch.empty(packed_blocks.panels_shape(kind, *weight.shape), dtype=torch.uint8)
-        packed_blocks.pack(packed_blocks.quantize(weight, kind), kind, panels)
+        block_writing.pack(block_writing.quantize(weight, kind), kind, panels)
         return packed_blocks.dequantize(panels, kind, weight.shape[0])
 
     return rounded

@@ -9,13 +9,14 @@ from pelton_ranks import run_ranks
 
 from pelton.builtin import pelton_fused_ops
 from pelton.errors import ConfigError
-from pelton.ops.packed_blocks import KINDS, dequantize, pack, panels_shape, quantize
+from pelton.ops.packed_blocks import KINDS, dequantize, panels_shape
 from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
 from pelton.plugins import load_plugins
 from pelton.testing.model_driver import ModelDriver, TensorWeight, checkpoint_weights
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.quantization.at_load import Q8Weights, Q40Weights, Q41Weights
+from pelton_plugins.weight_forms.block_writing import pack, quantize
 
 METHODS = {"q8_0": Q8Weights, "q4_0": Q40Weights, "q4_1": Q41Weights}
 PROMPT = [5, 9, 200, 31, 77, 4, 18]
@@ -80,7 +81,7 @@ def test_memory_is_what_the_blocks_take(checkpoint):
 
 
 def test_large_matrices_are_packed_a_part_at_a_time(tmp_path, monkeypatch):
-    from pelton.quantization import packed
+    from pelton_plugins.weight_forms import packed
 
     path = make_tiny_checkpoint(tmp_path / "m", "llama")
     whole = driver(path, "q4_1").step({"a": PROMPT})["a"]

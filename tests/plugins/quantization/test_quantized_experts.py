@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
 from pelton.ops.packed_blocks import KINDS
-from pelton.ops.packed_blocks import quantize as to_blocks
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 from pelton_plugins.models import experts
 from pelton_plugins.quantization.numbers import round_rows, row_scales
+from pelton_plugins.weight_forms.block_writing import quantize as to_blocks
 from pelton_plugins.weight_forms.blocks import split_blocks
 
 pytestmark = pytest.mark.usefixtures("forks")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from pelton_drafts import eagle, medusa
 
 from pelton.config import SpeculativeConfig
 from pelton.spec_decode.interface import DraftProposer, ProposerContext
-from pelton.testing.draft_proposer import VOCAB_SIZE, DraftProposerConformance
+from pelton.testing.draft_proposer import VOCAB_SIZE, DrafterConformance, DraftProposerConformance
+from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.speculative.medusa import MedusaDrafter
 from pelton_plugins.speculative.ngram import NgramProposer
 
 
@@ -76,3 +79,28 @@ def test_the_suite_gives_settings_to_the_proposer():
 
     make = DraftProposerConformance.make.__wrapped__(Suite())
     assert make().max_draft_tokens == 7 and seen[0].vocab_size == VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama", with_tokenizer=False))
+
+
+class TestEagle(DrafterConformance):
+    @pytest.fixture(autouse=True)
+    def checkpoint(self, llama, tmp_path):
+        self.model = llama
+        self.speculative_config = {"method": "eagle", "model": eagle(tmp_path / "head", llama)}
+
+
+def test_the_suite_of_drafters_says_what_a_wrong_one_does(llama, tmp_path, monkeypatch):
+    """One that leaves the text of its request behind changed, and one that never makes a draft."""
+    suite = DrafterConformance()
+    suite.model, suite.speculative_config = llama, {"method": "medusa", "model": medusa(tmp_path / "heads", llama)}
+    with monkeypatch.context() as patch:
+        patch.setattr(MedusaDrafter, "draft", lambda self, rows: rows._steps.place(rows._slots, 0, rows._slots))
+        with pytest.raises(AssertionError):
+            suite.test_greedy_tokens_are_those_without_drafts({})
+    monkeypatch.setattr("pelton_plugins.scheduler.drafts.Drafts.for_row", lambda self, request, budget: (0, None))
+    with pytest.raises(AssertionError, match="0 drafts in 0 rows, with 3 a row at most"):
+        suite.test_makes_drafts_and_no_more_than_the_settings_say()

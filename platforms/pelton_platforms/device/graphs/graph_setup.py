@@ -39,6 +39,8 @@ def choose_mode(loaded: LoadedModel) -> CUDAGraphMode:
         return CUDAGraphMode.NONE
     is_pooling = not hasattr(loaded.model, "compute_logits")
     requested = requested_mode(compilation, is_pooling=is_pooling)
+    if loaded.drafter is not None:
+        return _beside_drafter(requested, loaded)
     mode, why = lower_mode(requested, loaded.build.attention.graph_support(), offered=offered)
     usual, _ = lower_mode(requested, GraphSupport.ALWAYS, offered=offered)
     is_usual = mode is usual and (mode is not CUDAGraphMode.NONE or set(offered) == {CUDAGraphMode.NONE})
@@ -52,6 +54,19 @@ def choose_mode(loaded: LoadedModel) -> CUDAGraphMode:
     if folder is not None and (mode is CUDAGraphMode.NONE or not platform.dumps_graphs):
         why = "no graphs are captured" if mode is CUDAGraphMode.NONE else f"platform {platform.name!r} writes none"
         notes.append(f"debug_dump_path {folder} stays empty: {why}")
+    return mode
+
+
+def _beside_drafter(requested: CUDAGraphMode, loaded: LoadedModel) -> CUDAGraphMode:
+    """Return the mode of steps whose hidden states a drafter reads, and whose drafts it makes in front of them: pieces at most."""
+    offered, named = loaded.platform.supported_graph_modes, loaded.config.compilation.cudagraph_mode
+    drafter = loaded.drafter
+    is_cut = captures_piecewise(requested) and drafter is not None and not drafter.hooks_layers
+    mode = CUDAGraphMode.PIECEWISE if is_cut and CUDAGraphMode.PIECEWISE in offered else CUDAGraphMode.NONE
+    if mode is not requested and named is not None:
+        loaded.notes.append(
+            f"cudagraph_mode {named} became {mode}: steps beside a drafter are captured in pieces at most"
+        )
     return mode
 
 

@@ -49,9 +49,11 @@ from pelton_platforms.device.steps.step_tails import TailChooser
 if TYPE_CHECKING:
     from pelton.graphs.recorder import GraphRecorder
     from pelton.kv_transfer.interface import WorkerConnector
+    from pelton.spec_decode.drafter import Drafter
     from pelton.worker.step_kernel import StepKernel
     from pelton_platforms.device.cache_scales import CalculatedScales
     from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
+    from pelton_platforms.device.steps.drafter_steps import DrafterSteps
     from pelton_platforms.device.steps.prompt_embeds import PromptEmbeds
 
 
@@ -91,6 +93,7 @@ class ModelRunner:
         self.prompt_embeds: PromptEmbeds | None = None  # None: no prompt is given as embeddings
         self.cache_scales: CalculatedScales | None = None
         self.graphs: GraphRunner | None = None
+        self.drafter: DrafterSteps | None = None
         self.tails = TailChooser(state, ops)
         self._program = StepProgram(model, state, backends, ops)
         self._staging = StagingRing(num_staging_parts, 4096, state.device)
@@ -116,6 +119,12 @@ class ModelRunner:
         connector.register_kv_caches(self.pool.caches(), self.pool.layout())
         self.connectors[name] = connector
 
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Have `drafter` make the drafts. No whole step is captured then."""
+        from pelton_platforms.device.steps.drafter_steps import DrafterSteps
+
+        self.drafter = DrafterSteps(drafter, self.state, self.buffers, self.backends, self.ops, self._staging)
+
     def use_graphs(self, dispatcher: GraphDispatcher, recorder: GraphRecorder) -> GraphRunner:
         """Capture and replay steps from now on."""
         self.graphs = GraphRunner(
@@ -133,6 +142,8 @@ class ModelRunner:
         slots, scheduled = self._staging.stage([[self.state.padding_slot] * rows, [0] * rows])
         batch = self.ops.forward_batch(slots, scheduled, shape, self.backends, has_adapters=has_adapters)
         hidden = run_split_at_attention(self.model.forward, batch) if piecewise else self.model.forward(batch)
+        if self.drafter is not None:
+            self.drafter.warm_up(batch, hidden)
         if not hasattr(self.model, "compute_logits"):
             return
         logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
@@ -317,9 +328,13 @@ class ModelRunner:
         step = Step(output, plan, columns, inputs, tail)
         if not output.slots:
             return step
-        if plan.has_drafts:
+        drafter = self.drafter
+        if plan.has_drafts and drafter is not None:
+            drafter.draft(plan)
+        elif plan.has_drafts:
             self._place_drafts(output, plan.slots, plan.num_scheduled)
         inputs.reads_others = isinstance(tail, Pool) or self._sampler.reads_hidden(plan)
+        inputs.reads_others |= drafter is not None and drafter.drafter.reads_hidden
         forward = None if graphs is None else partial(graphs.forward, mode, key, plan)
         if embeds is not None:
             with embeds.placed(plan, self.state.host, self._staging):
@@ -435,7 +450,10 @@ class ModelRunner:
             given = self._sampler.sample(step, self._as_bytes(output, plan.slots, masks))
         self.state.host.num_computed_tokens[plan.slots] += plan.num_scheduled
         rows = plan.pooled_rows if isinstance(tail, Pool) else plan.sample_rows
-        return self._given(self._readback.queue(output, tail, given, rows, plan.slots[rows], step.prompt_logprobs))
+        queued = self._readback.queue(output, tail, given, rows, plan.slots[rows], step.prompt_logprobs)
+        if self.drafter is not None and inputs.batch is not None:
+            self.drafter.follow(plan, step.columns, inputs.batch, inputs.hidden)
+        return self._given(queued)
 
     def _place_masks(self, output: SchedulerOutput, slots: Ints, masks: GrammarMasks) -> None:
         """Where variants with masks read them. slots [R]"""

@@ -35,8 +35,17 @@ _MOST_ROWS = 512
 class StepDrafts:
     """Bound to one batch state."""
 
-    def __init__(self, ops: OpSelector, state: BatchState, num_drafts: int, lookup: LookupDraftsNeeds | None) -> None:
-        """num_drafts: most of a row. lookup: how the device makes them; None: the host does."""
+    def __init__(
+        self,
+        ops: OpSelector,
+        state: BatchState,
+        num_drafts: int,
+        lookup: LookupDraftsNeeds | None,
+        *,
+        has_drafter: bool = False,
+    ) -> None:
+        """num_drafts: most of a row. lookup: how the device finds them; has_drafter: they are in place before the step; neither: the
+        host makes them."""
         self.width = 1 + num_drafts
         self._ops, self._state = ops, state
         most = min(state.max_num_seqs, max(_MOST_ROWS // self.width, 1)) * self.width
@@ -51,16 +60,18 @@ class StepDrafts:
         self._verify: Verify = ops.bind("verify", VerifyNeeds(num_drafts=num_drafts), VerifyTensors(state))
         for variant in (GREEDY, FULL):  # of captured steps, in which nothing may be allocated
             self.sample(variant)
+        self._has_drafter = has_drafter
         self._look_up: LookupDrafts | None = None
         if lookup is not None:
             self._look_up = ops.bind("lookup_drafts", lookup, LookupDraftsTensors(state))
 
     @property
     def are_made_here(self) -> bool:
-        return self._look_up is not None
+        return self._look_up is not None or self._has_drafter
 
     def make(self, slots: Tensor, num_draft: Tensor) -> Tensor:
-        """[R] int64: how many drafts each row has behind its known tokens, at most `num_draft`. The host has placed its own."""
+        """[R] int64: how many drafts each row has behind its known tokens, at most `num_draft`. The host, or a drafter, has placed its
+        own."""
         if self._look_up is None:
             return num_draft
         found = self._num_found[: len(slots)]

@@ -75,11 +75,13 @@ class StepOps:
         self.sample(GREEDY)
         self.sample(FULL)
 
-    def use_drafts(self, num_drafts: int, lookup: LookupDraftsNeeds | None) -> None:
-        """Rows may have up to `num_drafts` drafts; lookup: how the device makes them, None where the host does."""
+    def use_drafts(
+        self, num_drafts: int, lookup: LookupDraftsNeeds | None = None, *, has_drafter: bool = False
+    ) -> None:
+        """Rows may have up to `num_drafts` drafts; lookup, has_drafter: see `StepDrafts`."""
         from pelton_platforms.device.steps.step_drafts import StepDrafts
 
-        self.drafts = StepDrafts(self._ops, self._state, num_drafts, lookup)
+        self.drafts = StepDrafts(self._ops, self._state, num_drafts, lookup, has_drafter=has_drafter)
 
     @property
     def adapters(self) -> StepAdapters | None:

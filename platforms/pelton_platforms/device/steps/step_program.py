@@ -53,7 +53,8 @@ class StepInputs:
     has_adapters: bool = False
     reads_others: bool = True  # hidden states of tokens that are not in `logit_tokens` may be read
     is_cut: bool = False  # filled in: `hidden` has rows for `logit_tokens` alone
-    hidden: Any = None  # filled in where it is not fixed: what the forward pass gave
+    batch: ForwardBatch | None = None  # filled in where it is not fixed: what the forward pass took
+    hidden: Any = None  # the same of what it gave
 
 
 def _suits_kernel(key: BatchDescriptor, inputs: StepInputs) -> bool:
@@ -182,6 +183,8 @@ class StepProgram:
             inputs.prefix_lens, inputs.has_adapters,
         )  # fmt: skip
         batch.token_types = inputs.token_types
+        if not inputs.is_fixed:
+            inputs.batch = batch
         return batch
 
     def forward(self, key: BatchDescriptor, inputs: StepInputs) -> Any:

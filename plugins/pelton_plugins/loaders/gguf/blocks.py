@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pelton.ops.packed_blocks import KINDS, quantize
+from pelton.ops.packed_blocks import KINDS
+from pelton_plugins.weight_forms.block_writing import quantize
 
 if TYPE_CHECKING:
     from torch import Tensor

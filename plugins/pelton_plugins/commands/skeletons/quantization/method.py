@@ -10,9 +10,10 @@ from typing import ClassVar
 from pelton.config import EngineConfig
 from pelton.model.loading import LazyWeight
 from pelton.model.resolved import ResolvedModel
-from pelton.ops.packed_blocks import KINDS, BlockKind, quantize
+from pelton.ops.packed_blocks import KINDS, BlockKind
 from pelton.quantization.interface import LinearShard
-from pelton.quantization.packed import PackedWeights
+from pelton_plugins.weight_forms.block_writing import quantize
+from pelton_plugins.weight_forms.packed import PackedWeights
 from torch import Tensor
 
 

@@ -11,9 +11,10 @@ import torch
 
 from pelton.errors import ConfigError
 from pelton.ops.interface import LinearSpec, LinearWeights
-from pelton.ops.packed_blocks import BLOCK, PANEL_ROWS, BlockKind, pack, panels_shape, weight_format
+from pelton.ops.packed_blocks import BLOCK, PANEL_ROWS, BlockKind, panels_shape, weight_format
 from pelton.quantization.interface import LinearShard
 from pelton.quantization.plain import PlainWeights, make_bias
+from pelton_plugins.weight_forms.block_writing import pack
 
 if TYPE_CHECKING:
     from torch import Tensor
