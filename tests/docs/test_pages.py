@@ -138,6 +138,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
     from pelton_plugins.bench.soak.command import SoakArguments
     from pelton_plugins.bench.sparse import SparseArguments
     from pelton_plugins.bench.speculation import SpeculationArguments
+    from pelton_plugins.bench.states import StatesArguments
     from pelton_plugins.bench.steps import StepsArguments
     from pelton_plugins.bench.stream.command import StreamArguments
     from pelton_plugins.bench.table.chain import ChainArguments
@@ -168,6 +169,7 @@ def test_flags_and_modules_that_a_page_names_exist(page):
         [LoraArguments],
         [SoakArguments],
         [SparseArguments],
+        [StatesArguments],
         [SpeculationArguments],
         [TableArguments],
         [ThroughputArguments],

@@ -21,7 +21,7 @@ def mend() -> None:
     from pelton_interpreter_ops import intern_types, look_before, share_facts
 
     _let_scalars_bound_loops()
-    _round_to_e4m3()
+    _round_to_nearest()
     _patch_once_a_launch()
     _count_no_overflow()
     _look_up_dtypes()
@@ -44,15 +44,17 @@ def _let_scalars_bound_loops() -> None:
     interpreter._patch_lang_tensor = patch_and_mend
 
 
-def _round_to_e4m3() -> None:
-    """As the device does: the interpreter cuts off, and reads its NaN as 480."""
+def _round_to_nearest() -> None:
+    """As the device does: the interpreter cuts off. It also reads e4m3's NaN as 480."""
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
 
     def mended(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if (source.is_fp32(), target.is_fp8e4nv()) == (True, True):
+        if source.is_fp32() and (target.is_fp8e4nv() or target.is_bf16()):
             wide = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+            if target.is_bf16():
+                return wide.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(numbers.shape)
             return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(numbers.shape)
         result = convert(numbers, source, target, rounding)
         if source.is_fp8e4nv() and target.is_fp32():

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pelton_quick_end  # noqa: F401
@@ -30,6 +31,7 @@ from pelton_adapted import AdaptedCase
 from pelton_linear_oracle import make_case
 from pelton_moe_case import moe_case
 from pelton_stages import NO_CODE, stages_of
+from pelton_states import DeltaCase, GatedConvCase, ScanCase, StateCase, make_layer
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -82,6 +84,11 @@ from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
 from pelton_backends.triton.ops.sampling import logprobs as sampling_logprobs
 from pelton_backends.triton.ops.sampling import sample as sampling
 from pelton_backends.triton.ops.sampling import speculation
+from pelton_backends.triton.states.backend import StateMetadata
+from pelton_backends.triton.states.delta_rule import DeltaRule
+from pelton_backends.triton.states.gated_conv import GatedConv
+from pelton_backends.triton.states.selective_scan import SelectiveScan
+from pelton_backends.triton.states.state_space import StateSpace
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.gpu.peers import norm_kernel
 from pelton_platforms.gpu.peers.communicator import DTYPES
@@ -227,6 +234,32 @@ class Attention:
             self._empty(tokens, heads, latent_dim + rope_dim), caches[1], chosen, self._empty(tokens, heads, latent_dim),
             *step, scale=1.0, latent_dim=latent_dim, max_seq_len=8192,
         )  # fmt: skip
+
+    def states(self) -> None:
+        """Layers of Mamba-2's and Bamba's sizes, and of the largest that are tested: rows of one token, and others."""
+        for dim, size in ((64, 128), (128, 256)):
+            self._with_states(
+                StateCase(head_dim=dim, state_size=size, num_heads=8, num_groups=1, dtype=self.dtype), StateSpace
+            )
+
+    def delta_rule(self) -> None:
+        """Layers of Qwen3-Next's sizes, and of the largest that are tested."""
+        for size in (128, 256):
+            self._with_states(DeltaCase(head_dim=size, state_size=size, num_heads=4, dtype=self.dtype), DeltaRule)
+
+    def other_states(self) -> None:
+        self._with_states(ScanCase(head_dim=256, state_size=16, dtype=self.dtype), SelectiveScan)
+        self._with_states(GatedConvCase(head_dim=256, taps=3, dtype=self.dtype), GatedConv)
+
+    def _with_states(self, case: StateCase, kind: Any) -> None:
+        """A step of rows of one token, and one of rows of any number."""
+        common = SimpleNamespace(
+            query_start_loc=self.starts, seq_lens=self.lengths, block_table=self.table, num_reqs=ROWS
+        )  # fmt: skip
+        bound, output = kind(make_layer(case), pdl=True), self._empty(ROWS, case.inner)
+        query = torch.zeros(ROWS, case.columns, dtype=output.dtype)
+        for first in (ROWS, 0):
+            bound(query, StateMetadata(common, single_rows=first, first_scanned_row=first, is_mixed=False), output)
 
     def parts(self) -> None:
         """Of ranks that share a cache: a long context of one row, many rows, and latents."""

@@ -53,6 +53,14 @@ _ENTRIES = (
     ("lora_add_norm_gated_linear", "triton_gemv", 60, "lora.gemv:LoraGemvAddNormLinear"),
     ("lora_add_norm_gated_linear", "triton_hopper", 55, "lora.hopper:LoraHopperAddNormLinear"),
 )
+_STATES = (
+    ("triton_state", "TritonStateSpaceBackend", "states of Mamba-2's layers"),
+    ("triton_delta_rule", "TritonDeltaRuleBackend", "states of layers with the gated delta rule"),
+    ("triton_key_delta_rule", "TritonKeyDeltaRuleBackend", "states of layers whose keys' numbers each have a decay"),
+    ("triton_selective_scan", "TritonSelectiveScanBackend", "states of Mamba's layers"),
+    ("triton_short_conv", "TritonShortConvBackend", "short convolutions between gates"),
+)
+"""Layers with states: name, class, what it computes."""
 DEVICE_TYPES = ("cuda", "rocm")
 _NVIDIA_ONLY = ("sample", "logprobs", "verify")
 """Ops whose launches bound the registers of a thread, which AMD's compiler does not take."""
@@ -85,6 +93,16 @@ def pelton_attention_backends(device_type: str) -> Sequence[BackendEntry]:
             priority=50,
             device_types=(device_type,),
             doc="attention over latents that an indexer chooses, and its choice",
+        ),
+        *(
+            BackendEntry(
+                name=name,
+                load=f"pelton_backends.triton.states.backend:{load}",
+                priority=50,
+                device_types=(device_type,),
+                doc=doc,
+            )
+            for name, load, doc in _STATES
         ),
     ]
 

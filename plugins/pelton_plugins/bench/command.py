@@ -42,6 +42,7 @@ MEASUREMENTS = {
     "lora": ("lora", "decoding with adapters, against the same requests without"),
     "host": ("host.command", "host time of a step by stage, with many running requests"),
     "sparse": ("sparse", "an indexer's choice and attention to the chosen latents, against attention to all"),
+    "states": ("states", "a layer with states (Mamba-2, the gated delta rule), rows of one token and prompts"),
     "chain": ("table.chain", "kernels of a decode step, in a captured chain, against the device's floor"),
 }
 

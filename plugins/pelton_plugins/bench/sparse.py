@@ -14,6 +14,7 @@ import msgspec
 from pelton.cli.table import format_table
 from pelton.errors import ConfigError
 from pelton_plugins.bench.bounds import check_at_least
+from pelton_plugins.bench.layers import LayerBench
 from pelton_plugins.bench.record import circumstances, flat_settings, number, write_json
 from pelton_plugins.flags import parse_flags
 
@@ -74,36 +75,19 @@ class SparseArguments(msgspec.Struct, frozen=True, kw_only=True):
 def run(argv: list[str]) -> int:
     import torch
 
-    from pelton.attention.interface import GraphSupport
-    from pelton.attention.selector import AttentionSelector
-    from pelton.platform.select import select_platform
-    from pelton.plugins import load_plugins
-    from pelton_plugins.bench.table.chain_process import Timer
-
     parsed = parse_flags(argv, [SparseArguments], positional=None, program="pelton bench sparse", doc=DOC)
     arguments: SparseArguments = parsed.structs["SparseArguments"]
-    plugins, config = load_plugins(), parsed.config
-    platform = select_platform(config, plugins)
-    selector = AttentionSelector(
-        plugins.entries("pelton_attention_backends", device_type=platform.device_type),
-        capability=platform.capability(), config=config,
-    )  # fmt: skip
-    dtype = "bfloat16" if config.model.dtype == "auto" else config.model.dtype
-    device = platform.device(0)
-    timer = Timer(SimpleNamespace(platform=platform, device=device), arguments.replays)
-    lines = []
-    with torch.inference_mode(), _stream(device):
+    bench, lines, block_size = LayerBench(parsed.config, arguments.replays), [], parsed.config.kv_cache.block_size
+    with torch.inference_mode(), bench.stream():
         for context in arguments.contexts:
             for rows in arguments.rows:
-                step = SparseStep(arguments, rows, context, selector, device, dtype, config.kv_cache.block_size)
-                if selector.graph_support() is GraphSupport.NEVER:
-                    timer.recorder = None
-                lines.append(step.measure(timer))
-    backends = _names(selector)
-    result = {"backends": backends, "is_captured": timer.recorder is not None, "lines": lines}
-    print(f"{platform.describe()}, {dtype}, {arguments.num_heads} heads, {', '.join(backends)}")
+                step = SparseStep(arguments, rows, context, bench.selector, bench.device, bench.dtype, block_size)
+                lines.append(step.measure(bench.timer))
+    result = {"backends": bench.backends, "is_captured": bench.is_captured, "lines": lines}
+    described = bench.platform.describe()
+    print(f"{described}, {bench.dtype}, {arguments.num_heads} heads, {', '.join(bench.backends)}")
     print(render(lines))
-    write_json(arguments.output_json, circumstances(platform.describe(), flat_settings(parsed)) | result)
+    write_json(arguments.output_json, circumstances(described, flat_settings(parsed)) | result)
     return 0
 
 
@@ -215,16 +199,3 @@ def render(lines: list[dict[str, Any]]) -> str:
         times = [number(1e6 * seconds, 4) for seconds in (line["choose_s"], line["attend_s"], both, line["all_s"])]
         cells.append([str(line["rows"]), f"{line['context']:,}", *times, number(line["all_s"] / both)])
     return format_table(cells[0], cells[1:])
-
-
-def _names(selector: AttentionSelector) -> list[str]:
-    return list(dict.fromkeys(selection.name for selection in selector.selections()))
-
-
-def _stream(device: torch.device) -> Any:
-    """A stream of its own where there are streams: a capture may not be on the default one."""
-    from contextlib import nullcontext
-
-    import torch
-
-    return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()

@@ -49,8 +49,8 @@ def pelton_models() -> Sequence[ModelEntry]:
             doc="Llama 4 with its part for images, of which the text is read",
         ),
         *(_text_part(*one) for one in _TEXT_PARTS),
-        _entry("mamba2", "Mamba2ForCausalLM", "Mamba-2: layers with a state, and no attention; on CPUs"),
-        _entry("bamba", "BambaForCausalLM", "Bamba: layers with a state (Mamba-2), and some with attention; on CPUs"),
+        _entry("mamba2", "Mamba2ForCausalLM", "Mamba-2: layers with a state, and no attention"),
+        _entry("bamba", "BambaForCausalLM", "Bamba: layers with a state (Mamba-2), and some with attention"),
         *_QWEN_HYBRIDS,
         *(
             ModelEntry(
@@ -58,19 +58,15 @@ def pelton_models() -> Sequence[ModelEntry]:
                 load=f"pelton_plugins.models.mamba:{architecture}",
                 architectures=(architecture,),
                 config_defaults=(("tie_word_embeddings", True),),
-                doc=f"{known_as}: layers with a state, and no attention; on CPUs",
+                doc=f"{known_as}: layers with a state, and no attention",
             )
             for name, architecture, known_as in (
                 ("mamba", "MambaForCausalLM", "Mamba"),
                 ("falcon_mamba", "FalconMambaForCausalLM", "Falcon-Mamba"),
             )
         ),
-        _entry(
-            "olmo_hybrid", "OlmoHybridForCausalLM", "OLMo Hybrid: gated delta rule, some layers as OLMo 2's; on CPUs"
-        ),
-        _entry(
-            "kimi_linear", "KimiLinearForCausalLM", "Kimi Linear: delta rule by key, latent attention, experts; on CPUs"
-        ),
+        _entry("olmo_hybrid", "OlmoHybridForCausalLM", "OLMo Hybrid: gated delta rule, some layers as OLMo 2's"),
+        _entry("kimi_linear", "KimiLinearForCausalLM", "Kimi Linear: delta rule by key, latent attention, experts"),
         ModelEntry(
             name="minimax",
             load="pelton_plugins.models.minimax:MiniMaxForCausalLM",
@@ -78,7 +74,7 @@ def pelton_models() -> Sequence[ModelEntry]:
             config_defaults=(("rope_theta", 1e6), ("rms_norm_eps", 1e-5)),
             doc="MiniMax-Text-01: lightning attention, some layers with attention, experts; on CPUs",
         ),
-        _entry("jamba", "JambaForCausalLM", "Jamba: Mamba's layers, some with attention, experts; on CPUs"),
+        _entry("jamba", "JambaForCausalLM", "Jamba: Mamba's layers, some with attention, experts"),
         *(
             ModelEntry(
                 name=name,
@@ -88,24 +84,22 @@ def pelton_models() -> Sequence[ModelEntry]:
                 doc=doc,
             )
             for name, architecture, doc in (
-                ("lfm2", "Lfm2ForCausalLM", "LFM2: short convolutions, some layers with attention; on CPUs"),
-                ("lfm2_moe", "Lfm2MoeForCausalLM", "LFM2 with experts; on CPUs"),
+                ("lfm2", "Lfm2ForCausalLM", "LFM2: short convolutions, some layers with attention"),
+                ("lfm2_moe", "Lfm2MoeForCausalLM", "LFM2 with experts"),
             )
         ),
         ModelEntry(
             name="granitemoehybrid",
             load="pelton_plugins.models.granite_hybrid:GraniteMoeHybridForCausalLM",
             architectures=("GraniteMoeHybridForCausalLM",),
-            doc="Granite 4: layers with a state (Mamba-2), some with attention, experts or an MLP; on CPUs",
+            doc="Granite 4: layers with a state (Mamba-2), some with attention, experts or an MLP",
         ),
         _entry(
             "nemotron_h",
             "NemotronHForCausalLM",
-            "Nemotron-H, Nemotron 3: Mamba-2, attention, MLPs, experts by a pattern; on CPUs",
+            "Nemotron-H, Nemotron 3: Mamba-2, attention, MLPs, experts by a pattern",
         ),
-        _entry(
-            "falcon_h1", "FalconH1ForCausalLM", "Falcon-H1: Mamba-2 and attention side by side in each layer; on CPUs"
-        ),
+        _entry("falcon_h1", "FalconH1ForCausalLM", "Falcon-H1: Mamba-2 and attention side by side in each layer"),
         ModelEntry(
             name="gpt_oss",
             load="pelton_plugins.models.gpt_oss:GptOssForCausalLM",
@@ -164,12 +158,12 @@ _QWEN_HYBRIDS = [
     )
     for name, load, architectures, doc in (
         ("qwen3_next", "qwen3_next:Qwen3NextForCausalLM", ("Qwen3NextForCausalLM",),
-         "Qwen3-Next: gated delta rule, gated attention, experts; on CPUs"),
+         "Qwen3-Next: gated delta rule, gated attention, experts"),
         ("qwen3_5", "qwen3_next:Qwen3_5ForCausalLM", ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
-         "Qwen3.5, text, dense or with experts: Qwen3-Next's layers; on CPUs"),
+         "Qwen3.5, text, dense or with experts: Qwen3-Next's layers"),
         ("qwen3_5-text", "text_parts:Qwen3_5ForConditionalGeneration",
          ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
-         "Qwen3.5 as it is released, with a part for images, of which the text is read; on CPUs"),
+         "Qwen3.5 as it is released, with a part for images, of which the text is read"),
     )
 ]  # fmt: skip
 _HEADS = {

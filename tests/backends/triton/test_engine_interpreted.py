@@ -194,3 +194,75 @@ def test_drafters(
         found = counts(llm)
     assert found["num_draft_tokens"] > 0
     assert method != "draft_model" or found["num_accepted_tokens"] == found["num_draft_tokens"]
+
+
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mamba2": ("triton_state", {
+        "num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 16, "tie_word_embeddings": False,
+    }),
+    "Bamba": ("triton_state, triton", {
+        "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "attn_layer_indices": [1],
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }),
+    "Qwen3Next": ("triton_delta_rule, triton", {
+        "head_dim": 32, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1],
+    }),
+    "KimiLinear": ("triton_key_delta_rule, triton_mla", {
+        "num_attention_heads": 2, "num_key_value_heads": 2, "linear_head_dim": 16, "linear_num_heads": 2, "kv_lora_rank": 48,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 32,
+    }),
+    "Jamba": ("triton_selective_scan, triton", {
+        "mamba_d_state": 12, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }),
+    "Lfm2": ("triton_short_conv, triton", {
+        "layer_types": ["conv", "full_attention"], "block_multiple_of": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
+    }),
+}  # fmt: skip
+"""By transformers' name: the backends, and fields."""
+_BOTH = CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.mark.parametrize(
+    "family, mode",
+    [
+        ("Bamba", CUDAGraphMode.NONE),
+        ("Mamba2", CUDAGraphMode.FULL),
+        *((family, _BOTH) for family in STATES if family != "Mamba2"),
+    ],
+    ids=str,
+)
+def test_layers_with_states(
+    plugins: Plugins, captures: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, family: str, mode: CUDAGraphMode
+) -> None:
+    """Prompts in chunks beside rows of one token, and more requests than rows: later ones get blocks that others have left."""
+    import transformers
+
+    backends, fields = STATES[family]
+    sizes = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, **fields}
+    path = make_tiny_checkpoint(
+        tmp_path, config_class=getattr(transformers, f"{family}Config"), with_tokenizer=False,
+        model_class=getattr(transformers, f"{family}ForCausalLM"), **sizes,
+    )  # fmt: skip
+    prompts, params, replayed, run = make_prompts(64, (1, 11, 40, 2)), greedy(4), set(), FullGraphs.run
+
+    def noted(self: FullGraphs, mode: Any, key: Any, call: Any) -> Any:
+        if mode is CUDAGraphMode.FULL and key in self:
+            replayed.add((key.uniform_query_len, key.is_prompt))
+        return run(self, mode, key, call)
+
+    monkeypatch.setattr(FullGraphs, "run", noted)
+    with make_llm(str(path), max_model_len=64) as llm:
+        expected = generate(llm, prompts, params)
+    assert len({token for ids in expected for token in ids}) > 4
+    replayed.clear()
+    settings = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory_bytes": 2**20}
+    settings["compilation_config"] = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [2, 16]}
+    with make_llm(str(path), plugins=plugins, device="interpreted", **settings) as llm:
+        assert generate(llm, prompts, params) == expected
+        assert llm.llm_engine.info.report.attention_backend == backends
+        assert not any("became" in note for note in llm.llm_engine.info.report.notes)
+    wanted = {CUDAGraphMode.FULL: {(0, False), (1, False)}, CUDAGraphMode.FULL_AND_PIECEWISE: {(1, False)}}
+    assert replayed >= wanted.get(mode, set()), replayed

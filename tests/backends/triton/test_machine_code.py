@@ -25,12 +25,14 @@ IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sparse", "sampling with all", "speculation", "drafts", "parts",
-          "sums", "logits")  # fmt: skip
+          "sums", "logits", "states",
+          "delta_rule", "other_states")  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
     ("bfloat16", "fp8_e5m2"): ("split", "write"),
     ("float16", "bfloat16"): ("streamed",),
-    ("float32", "float32"): ("latent", "sparse"),
+    ("float32", "float32"): ("latent", "sparse", "states", "delta_rule", "other_states"),
+    ("float16", "float16"): ("states", "delta_rule", "other_states"),
 }
 
 
@@ -73,6 +75,29 @@ def test_sparse_attention_of_deepseeks_size_keeps_all_in_registers(bfloat16: Ker
         "index_scores_kernel", "choose_kernel", "sparse_latent_kernel", "merge_kernel"
     ]  # fmt: skip
     assert {kernel["stack"] for kernel in kernels} == {0}
+
+
+STATES = {
+    "states": 2 * ["conv_kernel", "step_kernel", "conv_kernel", "chunk_states_kernel", "chunk_outputs_kernel"],
+    "delta_rule": 2 * [
+        "conv_kernel", "delta_step_kernel", "conv_kernel", "delta_written_kernel", "delta_states_kernel", "delta_outputs_kernel",
+    ],
+    "other_states": ["conv_kernel", "selective_scan_kernel", "conv_kernel", "selective_scan_kernel", "conv_kernel", "conv_kernel"],
+}  # fmt: skip
+ON_TENSOR_CORES = {"chunk_states_kernel", "chunk_outputs_kernel", "delta_states_kernel", "delta_outputs_kernel"}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_wait_before_they_read_and_keep_all_in_registers(bfloat16: Kernels, name: str) -> None:
+    """Of each size the kernels of a step of rows of one token, and of one of rows of any number."""
+    found = bfloat16(name)
+    assert [kernel["kernel"] for kernel in found] == STATES[name]
+    assert {kernel["stack"] for kernel in found} == {0}
+    for kernel in found:
+        code = kernel["instructions"]
+        assert "PREEXIT" in code and not (WRITES | LOADS) & set(code[: code.index("ACQBULK")]), kernel["kernel"]
+        assert WRITES & set(code)
+        assert ("HGMMA" in code) == (kernel["kernel"] in ON_TENSOR_CORES), kernel["kernel"]
 
 
 def test_kernels_of_several_ranks_keep_all_in_registers(bfloat16: Kernels) -> None:
