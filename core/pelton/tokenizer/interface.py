@@ -97,6 +97,9 @@ class Tokenizer(ABC):
         """The prompt text of a conversation; `chat_template` came with the request. Raises `RequestError` for messages, or a
         template, that cannot be rendered."""
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self.special_token_ids
+
     def token_text(self, token_id: int) -> str:
         """One token as text, for logprobs: bytes that are not a character on their own become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")

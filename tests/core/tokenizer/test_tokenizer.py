@@ -46,7 +46,7 @@ def test_reads_names_ids_and_template_of_a_folder(folder):
     tokenizer = load_hf_tokenizer(folder)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (258, 259, None)
     assert tokenizer.vocab_size == 260
-    assert tokenizer.special_token_ids == {258, 259}
+    assert tokenizer.special_token_ids == {258, 259} and tokenizer.is_special(258) and not tokenizer.is_special(256)
     assert tokenizer.apply_chat_template([]) == "<s>one"
 
 
