@@ -33,6 +33,7 @@ from pelton_backends.triton.mla import TritonMLABackend
 from pelton_backends.triton.plugin import pelton_attention_backends
 from pelton_backends.triton.runtime import INTERPRETED
 from pelton_backends.triton.sparse import TritonSparseBackend
+from pelton_backends.triton.states.backend import TritonStates
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
@@ -131,11 +132,15 @@ def test_refuses_cards_whose_compiler_lacks_the_caches_dtype(kv_dtype: str) -> N
 
 def test_is_offered_on_cuda_only_and_can_be_captured_whole() -> None:
     offered = [(entry.name, entry.priority, entry.resolve()) for entry in pelton_attention_backends("cuda")]
-    assert offered == [
+    attention = [
         ("triton", 50, TritonBackend),
         ("triton_mla", 50, TritonMLABackend),
         ("triton_sparse", 50, TritonSparseBackend),
     ]
+    assert [one for one in offered if not issubclass(one[2], TritonStates)] == attention
+    assert {name for name, _, backend in offered if issubclass(backend, TritonStates)} == {
+        f"triton_{kind}" for kind in ("state", "delta_rule", "key_delta_rule", "selective_scan", "short_conv")
+    }
     assert not pelton_attention_backends("cpu")
     assert TritonBackend.graph_support is GraphSupport.ALWAYS
 

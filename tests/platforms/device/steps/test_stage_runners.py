@@ -19,6 +19,7 @@ from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.parallel.communicator import GroupContext
 from pelton.plugins import load_plugins
 from pelton.testing.executor import VOCAB, new_request, tiny_model
+from pelton_platforms.cpu.platform import CPUPlatform
 from pelton_plugins.executors.in_process import InProcessExecutor
 from pelton_plugins.executors.multiproc.rank import own_plan
 from pelton_plugins.executors.one_rank import OneRank
@@ -62,7 +63,8 @@ class Stage(InProcessExecutor):
 
 
 @pytest.fixture
-def stages() -> Iterator[tuple[Stage, Stage]]:
+def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stage, Stage]]:
+    monkeypatch.setattr(CPUPlatform, "share_host", lambda *sizes: None)  # it binds a process of a rank's own to cores
     messages: Messages = defaultdict(queue.Queue)
     made = [Stage(rank, messages, tiny_model()) for rank in range(NUM_STAGES)]
     specs = {name: spec for stage in made for name, spec in stage.kv_cache_specs().items()}
