@@ -121,7 +121,8 @@ class WeightMap:
             parts.append(f"unexpected {_list(unexpected)}{hint}")
         raise ConfigError(
             f"The checkpoint does not fit the model: {'; '.join(parts)}. "
-            "Check that config.json belongs to these weights, and that every file of the checkpoint is there."
+            "Check that config.json names the architecture of these weights (model_impl transformers goes by its model_type), and that "
+            "every file of the checkpoint is there."
         )
 
 
