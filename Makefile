@@ -9,7 +9,7 @@
 #   PYTHON=python3.12               the interpreter that .venv is made with
 #   ARGS="--max-num-seqs 8"         further arguments of `pelton serve`
 #   PYTEST_ARGS="tests/cli -x"      what pytest is given; the whole suite when unset
-#   WORKERS=0                       processes that run tests; one more than cores and at most 4 when unset, 0: in pytest's own
+#   WORKERS=0                       processes that run tests; one a core and at most 4 when unset, 0: in pytest's own
 #   PIP_FLAGS=-q                    further flags of pip install
 #   TORCH=torch==2.13.0             the torch to install
 #   TORCH_INDEX_URL=URL             where torch comes from, when not from pip's own index
@@ -36,8 +36,8 @@ MODEL ?= smollm2
 ARGS ?=
 PYTEST_ARGS ?=
 # Each takes a run of tests that follow each other, so that what a file's tests share is mostly made once; who is done early
-# takes half of what another one has left. One more than cores: tests wait for a sixth of their time.
-WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n < 4 ? n + 1 : 4)))
+# takes half of what another one has left.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n < 4 ? n : 4)))
 PIP_FLAGS ?=
 
 .PHONY: help serve test lint format check docs setup clean
