@@ -8,6 +8,8 @@ without a salt, have priorities, adapters, several samples, seeds, constraints, 
 Settings mix block sizes, budgets, policies, steps in flight and KV caches in files, some of which are damaged between steps. Ids, text
 and reason have to be those of the request alone (an aborted one's: their head). At the end no block is held and no gauge is above 0,
 and each counter is what a count by hand gives.
+A sample whose random number falls on the border of two tokens' shares may get the other one where chunks of another size round otherwise:
+then what follows the other token, given in the prompt, is equal.
 Each finding is printed with its seed. Exit status 1 says that there was one.
 """
 
