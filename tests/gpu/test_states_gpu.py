@@ -25,7 +25,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2", {
         "num_heads": 2, "head_dim": 64, "n_groups": 1, "state_size": 128, "tie_word_embeddings": False,
     }),
-    "mamba2-odd": ("Mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "conv_kernel": 3}),
+    # One group: transformers before 5.24 takes the norm of several as if they were one.
+    "mamba2-odd": ("Mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 24, "conv_kernel": 3}),
     "bamba": ("Bamba", {
         "mamba_n_heads": 2, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "attn_layer_indices": [1, 3],
         "num_attention_heads": 2, "num_key_value_heads": 1,

@@ -30,6 +30,7 @@ import torch
 from pelton_adapted import AdaptedCase
 from pelton_linear_oracle import make_case
 from pelton_moe_case import moe_case
+from pelton_sass import INSTRUCTION, unwritten
 from pelton_stages import NO_CODE, stages_of
 from pelton_states import DeltaCase, GatedConvCase, ScanCase, StateCase, make_layer
 from triton import knobs
@@ -128,9 +129,6 @@ ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "down of 32 rows with adapters": (lora_hopper.LoraHopperLinear, [0, 1, -1, 2] * 8, {"size": 3072, "parts": (1024,)}),
 }  # fmt: skip
 """Product, slots of its rows, what the case has."""
-INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_]+)", re.MULTILINE)
-
-
 class Hopper:
     """What the compiler asks of a driver."""
 
@@ -236,16 +234,16 @@ class Attention:
         )  # fmt: skip
 
     def states(self) -> None:
-        """Layers of Mamba-2's and Bamba's sizes, and of the largest that are tested: rows of one token, and others."""
-        for dim, size in ((64, 128), (128, 256)):
+        """Layers of Mamba-2's and Bamba's sizes, of the largest and the smallest that are tested: rows of one token, and others."""
+        for dim, size, heads in ((64, 128, 8), (128, 256, 8), (16, 32, 2)):
             self._with_states(
-                StateCase(head_dim=dim, state_size=size, num_heads=8, num_groups=1, dtype=self.dtype), StateSpace
+                StateCase(head_dim=dim, state_size=size, num_heads=heads, num_groups=1, dtype=self.dtype), StateSpace
             )
 
     def delta_rule(self) -> None:
-        """Layers of Qwen3-Next's sizes, and of the largest that are tested."""
-        for size in (128, 256):
-            self._with_states(DeltaCase(head_dim=size, state_size=size, num_heads=4, dtype=self.dtype), DeltaRule)
+        """Layers of Qwen3-Next's sizes, of the largest that are tested, and of small ones."""
+        for dim, size in ((128, 128), (256, 256), (24, 40)):
+            self._with_states(DeltaCase(head_dim=dim, state_size=size, num_heads=4, dtype=self.dtype), DeltaRule)
 
     def other_states(self) -> None:
         self._with_states(ScanCase(head_dim=256, state_size=16, dtype=self.dtype), SelectiveScan)
@@ -413,17 +411,17 @@ def code_of(cubin: bytes) -> bytes:
     return cubin[code[4] : code[4] + code[5]]
 
 
-def disassemble(codes: Sequence[bytes]) -> list[list[str]]:
-    """The instructions' names. All at once: a start of the disassembler takes as long as a hundred kernels."""
+def disassemble(codes: Sequence[bytes]) -> list[list[tuple[str, str]]]:
+    """The instructions' names and operands. All at once: a start of the disassembler takes as long as a hundred kernels."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()
         command = [knobs.nvidia.nvdisasm.path, "--binary", "SM90a", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     ends = list(itertools.accumulate(map(len, codes)))
-    found: list[list[str]] = [[] for _ in codes]
-    for place, name in INSTRUCTION.findall(text):
-        found[bisect.bisect_right(ends, int(place, 16))].append(name)
+    found: list[list[tuple[str, str]]] = [[] for _ in codes]
+    for place, *instruction in INSTRUCTION.findall(text):
+        found[bisect.bisect_right(ends, int(place, 16))].append(tuple(instruction))
     return found
 
 
@@ -462,8 +460,11 @@ def main(*arguments: str) -> None:
             made += compile_kernels(compiled, *words)
     instructions = iter(disassemble([code_of(cubin) for _, cubin in made if cubin != NO_CODE]))
     for known, cubin in made:
-        told = {} if cubin == NO_CODE else registers_of(cubin) | {"instructions": next(instructions)}
-        print(json.dumps(known | told))
+        if cubin != NO_CODE:
+            code = next(instructions)
+            names = [name.partition(".")[0] for name, _ in code]
+            known |= registers_of(cubin) | {"instructions": names, "unwritten": sorted(unwritten(code))}
+        print(json.dumps(known))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import triton.language as tl
 from pelton_backends.triton.launch import Launcher, Variant, alignment
 from pelton_backends.triton.runtime import dot, launch_options, let_next_start, wait_for_inputs
 from pelton_backends.triton.states.delta_step import decays_and_rates, unit
-from pelton_backends.triton.states.rows import first_tile_of, padded, tile_of
+from pelton_backends.triton.states.rows import first_tile_of, padded, padded_to_swizzle, tile_of
 from pelton_backends.triton.states.scan import HEADS_TOGETHER, SCRATCH_BYTES
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class DeltaScan:
         self._tile_bytes = layer.num_heads * ((TILE * (dim + size) + dim * size) * dtype.itemsize + 4 * TILE)
         self._constants = {
             "HEADS": layer.num_heads, "GROUPS": layer.num_groups, "DIM": dim, "STATE": size, "TILE": TILE,
-            "PADDED_STATE": padded(size), "PDL": pdl,
+            "PADDED_STATE": padded_to_swizzle(size), "PDL": pdl,
         }  # fmt: skip
         self._columns = min(padded(dim), COLUMNS)
         self._key = (
@@ -246,7 +246,7 @@ class DeltaScan:
             is_wide = self._is_wide
             own: tuple[tuple[dict[str, int], int, int], ...] = (
                 ({"PADDED_DIM": dim}, 4, 1), ({"COLUMNS": self._columns}, 8 if is_wide else 4, 1 if is_wide else 2),
-                ({"COLUMNS": min(dim, 64), "TOGETHER": self._together}, 8, 1),
+                ({"COLUMNS": 64, "TOGETHER": self._together}, 8, 1),
             )  # fmt: skip
             self._variants[skip_single] = [
                 launch.variant(self._key, known | sizes, num_warps=num_warps, num_stages=num_stages, **self._options)

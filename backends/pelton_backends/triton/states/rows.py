@@ -44,3 +44,10 @@ def softplus(x):
 def padded(size: int) -> int:
     """As many numbers as a tile of a product has for `size`: a power of two, 16 at least."""
     return max(int(triton.next_power_of_2(size)), 16)
+
+
+def padded_to_swizzle(size: int) -> int:
+    """The same for 16-bit numbers in a kernel of several products on tensor cores: 64 at least, which fill the 128 bytes that shared memory
+    is swizzled by. Where tiles of one kernel are swizzled by fewer bytes than others, ptxas 12.8 makes code that reads anywhere
+    (`tests/support/pelton_sass.py`)."""
+    return max(padded(size), 64)

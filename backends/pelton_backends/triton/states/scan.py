@@ -16,7 +16,7 @@ import triton.language as tl
 
 from pelton_backends.triton.launch import Launcher, Variant, alignment
 from pelton_backends.triton.runtime import dot, launch_options, let_next_start, wait_for_inputs
-from pelton_backends.triton.states.rows import first_tile_of, padded, softplus, tile_of
+from pelton_backends.triton.states.rows import first_tile_of, padded, padded_to_swizzle, softplus, tile_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,10 +163,10 @@ class Tiles(NamedTuple):
 def choose_tiles(dtype: torch.dtype, head_dim: int, state_size: int) -> Tiles:
     """As large as registers allow on compute capability 9.0: with 4 warps on more than 64 x 128 numbers, or in float32 on more than
     32 x 32, the second kernel spills."""
-    dim, size = padded(head_dim), padded(state_size)
     if dtype == torch.float32:  # FMA, no tensor cores
-        return Tiles(32, min(dim, 32), min(size, 32), 8)
-    return Tiles(64, min(dim, 64), *((size, 4) if size <= 128 else (64, 8)))
+        return Tiles(32, min(padded(head_dim), 32), min(padded(state_size), 32), 8)
+    size = padded_to_swizzle(state_size)
+    return Tiles(64, 64, *((size, 4) if size <= 128 else (64, 8)))
 
 
 class StateScan:
