@@ -191,6 +191,14 @@ def test_over_two_ranks(reference: Reference) -> None:
     check_crowded(reference, tensor_parallel_size=2)
 
 
+# Each kind of layer; kinds that a stage lacks (both of Nemotron-H); layers that add up their sums themselves, and some that do.
+@pytest.mark.parametrize(
+    "reference", ["bamba", "qwen3_next", "nemotron_h", "nemotron_h-latent", "jamba", "lfm2", "olmo_hybrid", "minimax"], indirect=True
+)  # fmt: skip
+def test_in_two_stages(reference: Reference) -> None:
+    check_crowded(reference, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize("reference", ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "kimi_linear"], indirect=True)
 def test_samples_and_a_request_that_leaves(reference: Reference) -> None:
     from pelton import SamplingParams

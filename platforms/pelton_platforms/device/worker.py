@@ -23,7 +23,7 @@ from pelton.worker.pending import PendingOutput
 from pelton_platforms.device.device_memory import use_device_memory
 from pelton_platforms.device.first_start import FirstStart
 from pelton_platforms.device.graphs.capture_plan import CaptureQueue, plan_captures
-from pelton_platforms.device.graphs.graph_setup import setup_graphs
+from pelton_platforms.device.graphs.graph_setup import limits_of_stages, setup_graphs
 from pelton_platforms.device.load_weights import load_weights
 from pelton_platforms.device.loaded import LoadedModel
 from pelton_platforms.device.make_runner import make_runner
@@ -91,6 +91,7 @@ class DeviceWorker(Worker):
 
                 self.build.adapters = memory = make_adapter_memory(self.config, self.device, self.max_num_tokens)
             self.model = build_model(self.build, self.model_info.architecture, self.plugins)
+            self._graph_limits = limits_of_stages(self.build, self.model)
             self.adapters: AdapterStore | None = None
             if memory is not None:
                 from pelton_platforms.device.adapters import make_adapters
@@ -117,7 +118,7 @@ class DeviceWorker(Worker):
             config=self.config, info=self.model_info, platform=self.platform, plugins=self.plugins, build=self.build,
             model=self.model, specs=self.kv_cache_specs(), device=self.device, max_num_seqs=self.max_num_seqs,
             max_num_tokens=self.max_num_tokens, adapters=self.adapters, notes=self.notes, step_kernel=self.step_kernel,
-            drafter=self.drafter,
+            drafter=self.drafter, graph_limits=self._graph_limits,
         )  # fmt: skip
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
