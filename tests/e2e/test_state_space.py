@@ -315,20 +315,22 @@ REFUSED = "|".join([
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "num_ranks"),
     [
-        "qwen3_next",
-        "qwen3_5",
-        "granitemoehybrid",
-        "falcon_h1",
-        "nemotron_h-latent",
-        "jamba",
-        "lfm2_moe",
-        "kimi_linear",
-        "olmo_hybrid",
+        ("qwen3_next", 1),
+        ("qwen3_5", 1),
+        ("granitemoehybrid", 1),
+        ("falcon_h1", 1),
+        ("nemotron_h-latent", 1),
+        ("jamba", 1),
+        ("lfm2_moe", 1),
+        ("kimi_linear", 1),
+        ("olmo_hybrid", 1),
+        ("qwen3_next", 2),
+        ("jamba", 2),
     ],
 )
-def test_adapters_of_every_matrix(tmp_path: Path, family: str) -> None:
+def test_adapters_of_every_matrix(tmp_path: Path, family: str, num_ranks: int) -> None:
     """Of those that take one: rows of a matrix that lie apart in a layer's product get theirs."""
     path = Path(checkpoint(tmp_path, family))
     weights, random, pairs = load_file(path / "model.safetensors"), torch.Generator().manual_seed(1), {}
@@ -347,7 +349,7 @@ def test_adapters_of_every_matrix(tmp_path: Path, family: str) -> None:
     prompts = make_prompts(VOCAB_SIZE, (5, 33))
     with make_llm(str(tmp_path / "merged")) as llm:
         expected = generate(llm, prompts, greedy(NUM_TOKENS))
-    with make_llm(str(path), enable_lora=True) as llm:
+    with make_llm(str(path), enable_lora=True, tensor_parallel_size=num_ranks) as llm:
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
         outputs = llm.generate(given, greedy(NUM_TOKENS), use_tqdm=False, lora_request=request)
