@@ -23,8 +23,10 @@ from pelton_platforms.gpu.peers import kernels
 if TYPE_CHECKING:
     from torch import Tensor
 
-NCCL_FROM_BYTES = 1 << 19
-"""Tensors from here on go over NCCL, whose data does not travel with a flag in each word."""
+NCCL_FROM_BYTES, NCCL_FROM_BYTES_OF_TWO = 1 << 19, 1 << 21
+"""Tensors from here on go over NCCL, whose data does not travel with a flag in each word. On two H200s 1 MiB takes NCCL 23 us, and a norm
+behind it some 3; 64 rows of 8 KiB are summed, added and normed in 6.4 (docs/parallelism.md), so 4 times as many in 26 at most. With
+three ranks each has twice as much to send, and so on."""
 _LOOKS_S = 1_000_000  # how often a kernel looks in a second, about
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: kernels.tl.float32,
@@ -38,6 +40,7 @@ class PeerCommunicator(Communicator):
         super().__init__(context)
         self._what = f"rank {self.rank} of {self.size} in group {context.group!r}"
         self.device, self.limit = context.device, int(min(context.timeout_s * self.looks_a_second(), 2**31 - 1))
+        self.nccl_from_bytes = max(NCCL_FROM_BYTES, NCCL_FROM_BYTES_OF_TWO // max(self.size - 1, 1))
         self._nccl: NcclCommunicator | None = None
         self._is_near = True
         self.kept: dict[Any, Any] = {}
@@ -204,7 +207,7 @@ class PeerCommunicator(Communicator):
 
     def _large(self, tensor: Tensor) -> NcclCommunicator | None:
         """Return who moves tensors of this size; None: the kernels do."""
-        if not self._is_near or tensor.numel() * tensor.element_size() >= NCCL_FROM_BYTES:
+        if not self._is_near or tensor.numel() * tensor.element_size() >= self.nccl_from_bytes:
             return self._nccl
         return None
 
