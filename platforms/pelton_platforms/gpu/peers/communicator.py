@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NCCL_FROM_BYTES, NCCL_FROM_BYTES_OF_TWO = 1 << 19, 1 << 21
-"""Tensors from here on go over NCCL, whose data does not travel with a flag in each word. On two H200s 1 MiB takes NCCL 23 us, and a norm
+"""Tensors from here on go over NCCL, whose data does not travel with a flag in each word: messages to one rank, and of more than two ranks;
+collectives of two. On two H200s 1 MiB takes NCCL 23 us, and a norm
 behind it some 3; 64 rows of 8 KiB are summed, added and normed in 6.4 (docs/parallelism.md), so 4 times as many in 26 at most. With
 three ranks each has twice as much to send, and so on."""
 _LOOKS_S = 1_000_000  # how often a kernel looks in a second, about
@@ -186,14 +187,14 @@ class PeerCommunicator(Communicator):
         return self._gathered(tensor)[:, self.rank].contiguous()
 
     def send(self, tensor: Tensor, to: int) -> None:
-        if (nccl := self._large(tensor)) is not None:
+        if (nccl := self._large(tensor, NCCL_FROM_BYTES)) is not None:
             nccl.send(tensor, to)
         elif tensor.numel():
             words = _words(tensor)
             self._move(words, words, self._sent, to, sends=True)
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
-        if (nccl := self._large(tensor)) is not None:
+        if (nccl := self._large(tensor, NCCL_FROM_BYTES)) is not None:
             return nccl.recv(tensor, source)
         if tensor.numel():
             found = torch.empty_like(_words(tensor))
@@ -205,9 +206,9 @@ class PeerCommunicator(Communicator):
         if self._nccl is not None:
             self._nccl.shutdown()
 
-    def _large(self, tensor: Tensor) -> NcclCommunicator | None:
+    def _large(self, tensor: Tensor, from_bytes: int | None = None) -> NcclCommunicator | None:
         """Return who moves tensors of this size; None: the kernels do."""
-        if not self._is_near or tensor.numel() * tensor.element_size() >= self.nccl_from_bytes:
+        if not self._is_near or tensor.numel() * tensor.element_size() >= (from_bytes or self.nccl_from_bytes):
             return self._nccl
         return None
 
