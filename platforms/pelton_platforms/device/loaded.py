@@ -27,6 +27,8 @@ class LoadedModel:
     info: ResolvedModel
     platform: Platform
     plugins: Plugins
+    rank: int
+    """Of the device on this host."""
     build: BuildConfig
     model: Any
     """A `CausalLM`, or a `PoolingModel`."""
@@ -40,5 +42,7 @@ class LoadedModel:
     """Computes decode steps; None: the model's layers do."""
     drafter: Drafter | None = None
     """Makes drafts from weights of its own; None: there are none, or they come from elsewhere."""
+    choices: dict[str, str]
+    """What plugins chose, by name: rows of the start table."""
     notes: list[str]
     """Notes for the operator on settings that were changed at the start."""
