@@ -79,7 +79,10 @@ NAMES = {
     "pelton.ops.packed_blocks": {
         name: f"pelton_plugins.weight_forms.block_writing.{name}" for name in ("pack", "quantize")
     },
-    "pelton.ops.reference": {f"Reference{op}": f"pelton_backends.reference.ops.Reference{op}" for op in _OPS.split()},
+    "pelton.ops.reference": {
+        name: f"pelton_backends.reference.ops.{name}"
+        for name in ("add_residual", "gated", "linear", *(f"Reference{op}" for op in _OPS.split()))
+    },
     "pelton.sampling.side_tables": {"SideTables": "pelton_platforms.device.steps.side_tables.SideTables"},
     "pelton.scheduler.gates": {
         "AdapterGate": "pelton_plugins.scheduler.gates.AdapterGate",
