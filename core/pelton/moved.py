@@ -38,6 +38,7 @@ _FOLDERS = {
 MODULES = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _FOLDERS.items() for name in names.split()} | {
     "pelton.attention.layer": "pelton.layers.attention",
     "pelton.large_pages": "pelton_platforms.device.large_pages",
+    "pelton.metrics.buckets": "pelton_plugins.histograms.buckets",
     "pelton.model.host_copy": "pelton_platforms.device.host_copy",
     "pelton.utils.large_pages": "pelton_platforms.device.large_pages",
     "pelton.attention.mla": "pelton_plugins.models.latent_attention",
