@@ -77,6 +77,7 @@ NAMES = {
     "pelton.lora.peft": {
         name: f"pelton_platforms.device.peft_tensors.{name}" for name in ("read_tensors", "split_name")
     },
+    "pelton.lora.rows": {"AdapterRows": "pelton_platforms.device.adapter_rows.AdapterRows"},
     "pelton.ops.packed_blocks": {
         name: f"pelton_plugins.weight_forms.block_writing.{name}" for name in ("pack", "quantize")
     },
