@@ -169,7 +169,7 @@ def test_the_other_trees_do_not_import_each_other():
                 assert module.split(".")[0] not in TREES.keys() - {"pelton", name}, f"{path}:{line} imports {module}"
 
 
-LIBRARIES = ("flags", "weight_forms")
+LIBRARIES = ("flags", "histograms", "weight_forms")
 """Folders that plugins share: they have no hooks."""
 
 

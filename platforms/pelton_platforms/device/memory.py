@@ -9,7 +9,7 @@ import torch
 from pelton.attention.metadata import ForwardBatch
 from pelton.errors import ConfigError
 from pelton.kv_cache.planner import plan_groups
-from pelton.sampling.side_tables import side_table_bytes
+from pelton_platforms.device.steps.side_tables import side_table_bytes
 
 if TYPE_CHECKING:
     from pelton.kv_cache.spec import KVCachePlan
