@@ -498,8 +498,8 @@ def models_page() -> str:
         "long it is: a page of the KV cache, whose size the blocks of attention beside it take on. States are float32, but for those of "
         "convolutions. Prompts are computed in chunks by products, but for Mamba's, whose tokens take turns; rows that decode are computed "
         "together. A preempted request computes its states again. States are not found again, so prefix caching is off for such a model; "
-        "drafts, tensor and pipeline parallelism are refused. An attention backend of its own computes each kind "
-        "([attention_backends.md](attention_backends.md)).",
+        "drafts are refused. With `-tp N` each rank holds the states of its heads or channels "
+        "([parallelism.md](parallelism.md#layers-with-states)). An attention backend of its own computes each kind ([attention_backends.md](attention_backends.md)).",
         "## Forms of weights",
         "What `--quantization` or config.json's `quant_method` may name; [quantization.md](quantization.md) says how exact each is, and "
         "what it refuses.",

@@ -172,6 +172,33 @@ def test_preempted(reference: Reference) -> None:
         assert (llm.num_preemptions() > 0) == (reference.family not in WITHOUT_ATTENTION)
 
 
+def check_crowded(reference: Reference, **sizes: int) -> None:
+    """Requests over ranks or stages: preempted and in chunks, batched, and alone."""
+    prompts = make_prompts(VOCAB_SIZE, (60, 61, 62))
+    expected, _ = continuations(reference.path, prompts)
+    tight = {"max_model_len": 128, "max_num_batched_tokens": 24, "max_num_seqs": 3}
+    blocks = BLOCKS.get(reference.family, 8)
+    with make_llm(reference.path, **sizes, num_gpu_blocks_override=blocks, **tight) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
+        assert (llm.num_preemptions() > 0) == (reference.family not in WITHOUT_ATTENTION)
+        assert generate(llm, reference.prompts[:-1], greedy(NUM_TOKENS)) == reference.outputs[:-1]
+        assert generate(llm, reference.prompts[4:5], greedy(NUM_TOKENS)) == reference.outputs[4:5]
+        assert llm.kv_cache_usage() == 0.0
+
+
+def test_over_two_ranks(reference: Reference) -> None:
+    """Each holds the states of its heads, or channels."""
+    check_crowded(reference, tensor_parallel_size=2)
+
+
+# Each kind of layer; kinds that a stage lacks (both of Nemotron-H); layers that add up their sums themselves, and some that do.
+@pytest.mark.parametrize(
+    "reference", ["bamba", "qwen3_next", "nemotron_h", "nemotron_h-latent", "jamba", "lfm2", "olmo_hybrid", "minimax"], indirect=True
+)  # fmt: skip
+def test_in_two_stages(reference: Reference) -> None:
+    check_crowded(reference, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize("reference", ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "kimi_linear"], indirect=True)
 def test_samples_and_a_request_that_leaves(reference: Reference) -> None:
     from pelton import SamplingParams
@@ -338,8 +365,11 @@ CONNECTOR = {"kv_connector": "shared_storage", "kv_connector_extra_config": {"sh
         ({"kv_transfer_config": CONNECTOR}, "keeps what models have of each token; this one has states"),
         ({"kv_transfer_config": CONNECTOR, "disable_hybrid_kv_cache_manager": True}, "this one has states"),
         ({"speculative_config": {"model": "heads"}}, "a state cannot leave a rejected draft out again"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, and layers with states run on one rank"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            "decode_context_parallel_size is 2, and a state has no tokens that ranks could share out",
+        ),
+        ({"tensor_parallel_size": 3}, "mamba_n_heads is 8, which does not divide by tensor_parallel_size 3"),
     ],
 )
 def test_what_a_state_does_not_go_with(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

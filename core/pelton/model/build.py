@@ -145,11 +145,11 @@ class BuildConfig:
             return None
         return self.adapters.add(self, shards, norm=norm, activation=activation, base=base)
 
-    def all_reduce(self, hidden_size: int) -> AllReduce | None:
-        """Sums partial results over ranks; None with one rank."""
+    def all_reduce(self, hidden_size: int, dtype: str | None = None) -> AllReduce | None:
+        """Sums partial results over ranks, in the model's dtype when None is given; None with one rank."""
         if self.parallel.size == 1:
             return None
-        needs = AllReduceNeeds(dtype=self.dtype_name, hidden_size=hidden_size, tp_size=self.parallel.size)
+        needs = AllReduceNeeds(dtype=dtype or self.dtype_name, hidden_size=hidden_size, tp_size=self.parallel.size)
         bound: AllReduce = self.ops.bind("all_reduce", needs, AllReduceTensors(self.parallel))
         return bound
 

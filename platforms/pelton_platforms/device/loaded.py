@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from pelton_platforms.device.graphs.graph_setup import GraphLimits
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,8 @@ class LoadedModel:
     """Computes decode steps; None: the model's layers do."""
     drafter: Drafter | None = None
     """Makes drafts from weights of its own; None: there are none, or they come from elsewhere."""
+    graph_limits: GraphLimits = field(default_factory=GraphLimits)
+    """Of all stages."""
     choices: dict[str, str]
     """What plugins chose, by name: rows of the start table."""
     notes: list[str]

@@ -12,6 +12,7 @@ from pelton.errors import ConfigError
 from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
 from pelton_platforms.device.device_memory import use_device_memory
+from pelton_platforms.device.graphs.graph_setup import limits_of_stages
 from pelton_platforms.device.loaded import LoadedModel
 from pelton_platforms.device.step_kernel import make_step_kernel
 
@@ -58,6 +59,7 @@ def make_model(
 
         build.adapters = memory = make_adapter_memory(config, device, max_num_tokens)
     model, adapters = build_model(build, info.architecture, plugins), None
+    limits = limits_of_stages(build, model)
     if memory is not None:
         from pelton_platforms.device.adapters import make_adapters
 
@@ -65,7 +67,7 @@ def make_model(
     loaded = LoadedModel(
         config=config, info=info, platform=platform, plugins=plugins, rank=context.rank, build=build, model=model,
         specs=cache_specs(build), device=device, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, adapters=adapters,
-        choices=choices, notes=notes,
+        graph_limits=limits, choices=choices, notes=notes,
     )  # fmt: skip
     if config.speculative.method is not None or config.speculative.model is not None:
         from pelton_platforms.device.drafters import make_drafter

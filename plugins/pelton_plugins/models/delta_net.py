@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.nn.functional as F
 
-from pelton.layers.linear import ShardLinear
+from pelton.layers.linear import RowParallelLinear
 from pelton.layers.norm import RMSNorm
-from pelton_plugins.models.normed import NormedLinear, shards_by_group, whole_shard
+from pelton_plugins.models.normed import NormedLinear
+from pelton_plugins.models.shares import Share, shards_by_group, shards_of
 from pelton_plugins.models.state_layer import StateLayer, check_groups
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GatedDeltaNet(StateLayer):
-    """Product, convolution, delta rule, norm of each head and its gate, product: T tokens, E = num_heads * head_dim.
+    """Product, convolution, delta rule, norm of each head and its gate, product: T tokens, E = num_heads * head_dim, of this rank.
 
     `DeltaParams` in `pelton_backends.sdpa.delta_rule` is all that a backend reads here.
     """
@@ -34,30 +35,37 @@ class GatedDeltaNet(StateLayer):
         """norm: of the sub-layer's input, which the first product reads."""
         super().__init__(config=config, prefix=prefix)
         hf, self.input_norm, self.max_beta = config.hf, norm, max_beta
-        self.num_heads, self.head_dim = hf.linear_num_value_heads, hf.linear_value_head_dim
-        self.num_groups, self.state_size = hf.linear_num_key_heads, hf.linear_key_head_dim
-        check_groups(self.num_heads, self.num_groups)
-        self.inner, keys = self.num_heads * self.head_dim, self.num_groups * self.state_size
-        self.in_proj = NormedLinear(self.projections(prefix, hf.hidden_size), norm=norm, config=config)
-        self.make_taps(keys, hf.linear_conv_kernel_dim)
-        self.dt_bias = self.parameter("dt_bias", self.num_heads, dtype=torch.float32)
-        self.a_log = self.parameter("A_log", self.num_heads, dtype=torch.float32)
+        num_heads, num_groups = hf.linear_num_value_heads, hf.linear_num_key_heads
+        check_groups(num_heads, num_groups)
+        heads = Share.split(num_heads, "linear_num_value_heads", config)
+        groups = Share.copied(num_groups, "linear_num_key_heads", config)
+        self.num_heads, self.head_dim = heads.count, hf.linear_value_head_dim
+        self.num_groups, self.state_size = groups.count, hf.linear_key_head_dim
+        values, keys = heads.times(self.head_dim), groups.times(self.state_size)
+        self.inner = values.count
+        self.in_proj = NormedLinear(self.projections(prefix, heads, groups, hf.hidden_size), norm=norm, config=config)
+        self.make_taps(keys, values, hf.linear_conv_kernel_dim)
+        self.dt_bias = self.parameter("dt_bias", heads, dtype=torch.float32)
+        self.a_log = self.parameter("A_log", heads, dtype=torch.float32)
         self.norm = self.make_norm(config, prefix)
-        output = whole_shard(f"{prefix}.{self.output_name}", hf.hidden_size, self.inner)
-        self.out_proj = ShardLinear(output, config=config)
+        self.out_proj = RowParallelLinear(
+            values.total, hf.hidden_size, config=config, prefix=f"{prefix}.{self.output_name}"
+        )
         self.keep(
             self.conv_state(), ((self.num_heads, self.state_size, self.head_dim), "float32"), num_heads=self.num_heads,
             num_groups=self.num_groups, head_dim=self.head_dim,
         )  # fmt: skip
 
-    def projections(self, prefix: str, hidden_size: int) -> Sequence[LinearShard]:
+    def projections(self, prefix: str, heads: Share, groups: Share, hidden_size: int) -> Sequence[LinearShard]:
         """q, k and v, then rows that make b, those that make a, and the gate."""
-        keys = self.num_groups * self.state_size
-        rows = {"qkv": 2 * keys + self.inner, "b": self.num_heads, "a": self.num_heads, "z": self.inner}
-        return [whole_shard(f"{prefix}.in_proj_{name}", count, hidden_size) for name, count in rows.items()]
+        keys, values = groups.times(self.state_size), heads.times(self.head_dim)
+        parts = {"qkv": [keys, keys, values], "b": [heads], "a": [heads], "z": [values]}
+        return [
+            shard for name, rows in parts.items() for shard in shards_of(f"{prefix}.in_proj_{name}", rows, hidden_size)
+        ]
 
-    def make_taps(self, keys: int, taps: int) -> None:
-        self.make_convolution(2 * keys + self.inner, taps, has_bias=False)
+    def make_taps(self, keys: Share, values: Share, taps: int) -> None:
+        self.make_convolution({"conv1d": [keys, keys, values]}, taps)
 
     def make_norm(self, config: BuildConfig, prefix: str) -> RMSNorm:
         return RMSNorm(self.head_dim, config=config, prefix=f"{prefix}.norm")
@@ -73,9 +81,12 @@ class GatedDeltaNet(StateLayer):
 class GroupedDeltaNet(GatedDeltaNet):
     """The same in a checkpoint that has two matrices, in which the rows of each head of keys follow each other (Qwen3-Next)."""
 
-    def projections(self, prefix: str, hidden_size: int) -> Sequence[LinearShard]:
-        share = self.num_heads // self.num_groups
-        sizes = [self.state_size, self.state_size, share * self.head_dim, share * self.head_dim]
-        q, k, v, gate = shards_by_group(f"{prefix}.in_proj_qkvz", self.num_groups, sizes, hidden_size)
-        b, a = shards_by_group(f"{prefix}.in_proj_ba", self.num_groups, [share, share], hidden_size)
+    def projections(self, prefix: str, heads: Share, groups: Share, hidden_size: int) -> Sequence[LinearShard]:
+        keys, total = Share.whole(self.state_size), heads.total // groups.total
+        # Where ranks have copies of a group, each has some of its heads.
+        first = heads.start % total
+        own = Share(total, first, first + heads.count // groups.count)
+        values = own.times(self.head_dim)
+        q, k, v, gate = shards_by_group(f"{prefix}.in_proj_qkvz", groups, [keys, keys, values, values], hidden_size)
+        b, a = shards_by_group(f"{prefix}.in_proj_ba", groups, [own, own], hidden_size)
         return [*q, *k, *v, *b, *a, *gate]

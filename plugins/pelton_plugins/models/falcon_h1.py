@@ -14,8 +14,9 @@ from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig, HFConfig
 from pelton_plugins.models.bamba import mixer_head_dim
 from pelton_plugins.models.hybrid import HybridDecoder, Parts, head_dim_of
-from pelton_plugins.models.normed import NormedLinear, whole_shard
+from pelton_plugins.models.normed import NormedLinear
 from pelton_plugins.models.parallel import AddedNorm
+from pelton_plugins.models.shares import Share, row_shard
 from pelton_plugins.models.state_space import Mamba2Mixer, dt_limit
 
 
@@ -34,8 +35,7 @@ class FalconH1Mixer(Mamba2Mixer):
         )  # fmt: skip
         self.norms_first = bool(hf.get("mamba_norm_before_gate", True))
         self.input_multiplier = float(hf.get("ssm_in_multiplier", 1.0))
-        shared = self.num_groups * self.state_size
-        sizes = torch.tensor([inner, inner, shared, shared, self.num_heads])
+        sizes = torch.tensor([self.inner, self.inner, self.shared, self.shared, self.num_heads])
         multipliers = torch.tensor(hf.get("ssm_multipliers", [1.0] * 5), dtype=config.dtype)
         self.multipliers = multipliers.repeat_interleave(sizes).to(config.device)
 
@@ -44,9 +44,9 @@ class FalconH1Mixer(Mamba2Mixer):
         return self.mixed(self.in_proj(x * self.input_multiplier) * self.multipliers, batch)
 
     def gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        if self.norm is None or not self.norms_first:
+        if self.norm_weight is None or not self.norms_first:
             return super().gated(mixed, gate)
-        normed = self.group_norm(mixed.float(), self.norm.spec.eps) * self.norm.weight
+        normed = self.group_norm(mixed.float()) * self.norm_weight
         return (normed * F.silu(gate.float())).to(mixed.dtype)
 
 
@@ -64,8 +64,8 @@ class FalconH1Mixers(nn.Module):
             size, num_heads, num_kv_heads, head_dim, norm=None, bias=bias, config=config, prefix=attention
         )
         self.attn = AttentionLayer(
-            num_heads,
-            num_kv_heads,
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
             head_dim,
             rope=get_rope(config, head_dim),
             config=config,
@@ -74,7 +74,8 @@ class FalconH1Mixers(nn.Module):
         self.o_proj = RowParallelLinear(
             num_heads * head_dim, size, bias=bias, config=config, prefix=f"{attention}.o_proj"
         )
-        self.keys = slice(num_heads * head_dim, (num_heads + num_kv_heads) * head_dim)
+        first = self.qkv_proj.num_heads * head_dim
+        self.keys = slice(first, first + self.qkv_proj.num_kv_heads * head_dim)
         names = ("key", "attention_in", "attention_out", "ssm_out")
         self.multipliers = {name: float(hf.get(f"{name}_multiplier", 1.0)) for name in names}
 
@@ -94,7 +95,8 @@ class FalconH1MLP(nn.Module):
         super().__init__()
         hf, self.input_norm = config.hf, norm
         width, bias = hf.intermediate_size, bool(hf.get("mlp_bias"))
-        parts = [whole_shard(f"{prefix}.{name}_proj", width, hf.hidden_size) for name in ("gate", "up")]
+        own = Share.split(width, "intermediate_size", config)
+        parts = [row_shard(f"{prefix}.{name}_proj", own, hf.hidden_size) for name in ("gate", "up")]
         self.gate_up_proj = NormedLinear(parts, norm=norm, bias=bias, config=config)
         self.down_proj = RowParallelLinear(
             width, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.down_proj"

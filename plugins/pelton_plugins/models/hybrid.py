@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from pelton.attention.metadata import ForwardBatch
 from pelton.errors import ConfigError
 from pelton.layers.attention import AttentionLayer
-from pelton.layers.decoder import Decoder
-from pelton.layers.embedding import LMHead, VocabEmbedding
 from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.loading import LazyWeight
+from pelton_plugins.models.stages import StagedDecoder
 
 
 class Parts(nn.Module):
@@ -105,7 +104,7 @@ class MLP(nn.Module):
         return self.down_proj(activated), residual
 
 
-class HybridDecoder(Decoder):
+class HybridDecoder(StagedDecoder):
     """A subclass says what its layers are."""
 
     embedding_name: ClassVar[str] = "model.embed_tokens"
@@ -114,19 +113,17 @@ class HybridDecoder(Decoder):
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
-        hf = config.hf
-        self.embed_tokens = VocabEmbedding(
-            hf.vocab_size, hf.hidden_size, scale=self.embedding_scale(hf), config=config, prefix=prefix + self.embedding_name
-        )  # fmt: skip
+        hf, layers = config.hf, prefix + self.layers_name
+        is_tied = self.is_tied(hf)
+        self.embed_tokens = self.make_embedding(
+            config, prefix + self.embedding_name, is_tied=is_tied, scale=self.embedding_scale(hf)
+        )
         self.layers = nn.ModuleList(
-            self.make_layer(index, config, f"{prefix}{self.layers_name}.{index}")
-            for index in range(self.num_layers(hf))
+            self.make_layer(index, config, f"{layers}.{index}")
+            for index in self.own_layers(config, layers, total=self.num_layers(hf))
         )
         self.norm = self.make_norm(config, prefix + self.norm_name)
-        self.lm_head = LMHead(
-            norm=self.norm, embedding=self.embed_tokens, tied=self.is_tied(hf), config=config,
-            prefix=f"{prefix}lm_head",
-        )  # fmt: skip
+        self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied)
 
     def make_layer(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
         raise NotImplementedError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from pelton.layers.linear import ShardLinear
+from pelton.layers.linear import RowParallelLinear, ShardLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, RopeParameters, cos_sin_table
 from pelton.model.build import BuildConfig, HFConfig
@@ -18,7 +18,8 @@ from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.deepseek import MLAAttention
 from pelton_plugins.models.experts import ExpertNames, GatedMLP, SparseMoe
 from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts, layer_kind, renamed
-from pelton_plugins.models.normed import NormedLinear, whole_shard
+from pelton_plugins.models.normed import NormedLinear
+from pelton_plugins.models.shares import Share, row_shard
 from pelton_plugins.models.state_layer import StateLayer
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
 class KimiDeltaAttention(StateLayer):
-    """Product, convolution, delta rule, norm of each head and its gate, product: T tokens, E = num_heads * head_dim.
+    """Product, convolution, delta rule, norm of each head and its gate, product: T tokens, E = num_heads * head_dim, of this rank.
 
     Decays and gates come of `head_dim` numbers of a token. `DeltaParams` in `pelton_backends.sdpa.delta_rule` is all that a backend reads.
     """
@@ -41,29 +42,27 @@ class KimiDeltaAttention(StateLayer):
     def __init__(self, norm: RMSNorm, *, config: BuildConfig, prefix: str) -> None:
         super().__init__(config=config, prefix=prefix)
         own, size, self.input_norm = _linear_fields(config.hf), config.hf.hidden_size, norm
-        self.num_heads = self.num_groups = own["num_heads"]
+        heads = Share.split(own["num_heads"], "num_heads of linear_attn_config", config)
+        self.num_heads = self.num_groups = heads.count
         self.head_dim = self.state_size = own["head_dim"]
-        self.inner = inner = self.num_heads * self.head_dim
-        rows = {"q": inner, "k": inner, "v": inner, "b": self.num_heads, "f_a": self.head_dim, "g_a": self.head_dim}
+        inner, of_all = heads.times(self.head_dim), Share.whole(self.head_dim)
+        self.inner = inner.count
+        rows = {"q": inner, "k": inner, "v": inner, "b": heads, "f_a": of_all, "g_a": of_all}
         self.in_proj = NormedLinear(
-            [whole_shard(f"{prefix}.{name}_proj", count, size) for name, count in rows.items()],
-            norm=norm,
-            config=config,
+            [row_shard(f"{prefix}.{name}_proj", part, size) for name, part in rows.items()], norm=norm, config=config
         )
-        self.make_convolutions(
-            dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), inner), own["short_conv_kernel_size"]
-        )
+        taps = {f"{name}_conv1d": [inner] for name in "qkv"}
+        self.make_convolution(taps, own["short_conv_kernel_size"])
         self.f_b_proj, self.g_b_proj = (
-            ShardLinear(whole_shard(f"{prefix}.{name}_b_proj", inner, self.head_dim), config=config) for name in "fg"
+            ShardLinear(row_shard(f"{prefix}.{name}_b_proj", inner, self.head_dim), config=config) for name in "fg"
         )
         self.dt_bias = self.parameter("dt_bias", inner, dtype=torch.float32)
-        heads = self.num_heads
         self.a_log = self.parameter("A_log", heads, kept=(1, 1, heads, 1), dtype=torch.float32)
         self.norm = RMSNorm(self.head_dim, config=config, prefix=f"{prefix}.o_norm")
-        self.o_proj = ShardLinear(whole_shard(f"{prefix}.o_proj", size, inner), config=config)
+        self.o_proj = RowParallelLinear(inner.total, size, config=config, prefix=f"{prefix}.o_proj")
         self.keep(
-            self.conv_state(), ((heads, self.head_dim, self.head_dim), "float32"), num_heads=heads, num_groups=heads,
-            head_dim=self.head_dim,
+            self.conv_state(), ((heads.count, self.head_dim, self.head_dim), "float32"), num_heads=heads.count,
+            num_groups=heads.count, head_dim=self.head_dim,
         )  # fmt: skip
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from pelton.layers.linear import ShardLinear
+from pelton.layers.linear import RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.experts import ExpertNames, SparseMoe
 from pelton_plugins.models.hybrid import MLP, Attention, HybridDecoder, Parts, head_dim_of, layer_kind
-from pelton_plugins.models.normed import NormedLinear, whole_shard
+from pelton_plugins.models.normed import NormedLinear
+from pelton_plugins.models.shares import Share, shards_of
 from pelton_plugins.models.state_layer import StateLayer
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _NAMES = ExpertNames(gate="w1", up="w3", down="w2", correction="expert_bias")
 
 
 class ShortConvMixer(StateLayer):
-    """Product, gate, convolution, gate, product."""
+    """Product, gate, convolution, gate, product; ranks share out its channels."""
 
     attention_type: ClassVar[str] = "short_conv"
     state_names: ClassVar[tuple[str, ...]] = ("conv_states",)
@@ -34,12 +35,12 @@ class ShortConvMixer(StateLayer):
         super().__init__(config=config, prefix=prefix)
         hf, size, self.input_norm = config.hf, config.hf.hidden_size, norm
         bias = bool(hf.get("conv_bias"))
-        self.in_proj = NormedLinear(
-            [whole_shard(f"{prefix}.in_proj", 3 * size, size)], norm=norm, bias=bias, config=config
-        )
-        self.make_convolution(size, hf.get("conv_L_cache", 3), has_bias=bias, name="conv")
-        self.out_proj = ShardLinear(whole_shard(f"{prefix}.out_proj", size, size), bias=bias, config=config)
-        self.keep(self.conv_state(), num_heads=size, num_groups=1, head_dim=1)
+        own = Share.split(size, "hidden_size", config)
+        shards = shards_of(f"{prefix}.in_proj", [own] * 3, size)
+        self.in_proj = NormedLinear(shards, norm=norm, bias=bias, config=config)
+        self.make_convolution({"conv": [own]}, hf.get("conv_L_cache", 3), has_bias=bias)
+        self.out_proj = RowParallelLinear(size, size, bias=bias, config=config, prefix=f"{prefix}.out_proj")
+        self.keep(self.conv_state(), num_heads=own.count, num_groups=1, head_dim=1)
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         product, residual = self.in_proj(hidden, residual)

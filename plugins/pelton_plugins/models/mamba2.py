@@ -28,7 +28,7 @@ class Mamba2ForCausalLM(BackboneDecoder):
             num_heads=hf.num_heads, head_dim=hf.head_dim, state_size=hf.state_size, num_groups=hf.n_groups,
             conv_kernel=hf.conv_kernel, norm=self.make_norm(config, f"{prefix}.norm"),
             has_conv_bias=bool(hf.get("use_conv_bias", True)), has_bias=bool(hf.get("use_bias")),
-            dt_limit=dt_limit(config), eps=eps_of(config), config=config, prefix=f"{prefix}.mixer",
+            dt_limit=dt_limit(config), eps=eps_of(config), fields=("num_heads", "n_groups"), config=config, prefix=f"{prefix}.mixer",
         )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def _mamba(norm: RMSNorm, config: BuildConfig, prefix: str) -> nn.Module:
         num_heads=hf.mamba_num_heads, head_dim=hf.mamba_head_dim, state_size=hf.ssm_state_size, num_groups=hf.n_groups,
         conv_kernel=hf.conv_kernel, norm=norm, has_conv_bias=bool(hf.get("use_conv_bias", True)),
         has_bias=bool(hf.get("use_bias")), dt_limit=(float(hf.get("time_step_min", 0.001)), float("inf")), eps=eps_of(config),
-        config=config, prefix=prefix,
+        fields=("mamba_num_heads", "n_groups"), config=config, prefix=prefix,
     )  # fmt: skip
 
 

@@ -69,12 +69,3 @@ def head_shard(name: str, num_heads: int, head_rows: int, num_cols: int, config:
 def whole_shard(name: str, num_rows: int, num_cols: int) -> LinearShard:
     """A matrix that every rank has all of."""
     return LinearShard(name, num_rows, num_cols, (0, num_rows), (0, num_cols))
-
-
-def shards_by_group(name: str, num_groups: int, sizes: Sequence[int], num_cols: int) -> list[list[LinearShard]]:
-    """A matrix in which the rows of each group follow each other, `sizes` rows of several things: for each thing its rows of all groups."""
-    rows, found = sum(sizes), []
-    for thing, size in enumerate(sizes):
-        starts = (group * rows + sum(sizes[:thing]) for group in range(num_groups))
-        found.append([LinearShard(name, num_groups * rows, num_cols, (at, at + size), (0, num_cols)) for at in starts])
-    return found

@@ -14,7 +14,6 @@ from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear, spl
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
-from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
 from pelton_plugins.models.stages import StagedDecoder
 
 
@@ -37,10 +36,7 @@ class QKNorm(nn.Module):
             self.sizes.append(
                 total * head_dim * max(1, parallel.size // total)
             )  # with the copies that ranks have of a head
-        self.all_reduce: AllReduce | None = None
-        if parallel.size > 1:
-            needs = AllReduceNeeds(dtype="float32", hidden_size=2, tp_size=parallel.size)
-            self.all_reduce = config.ops.bind("all_reduce", needs, AllReduceTensors(parallel))
+        self.all_reduce = config.all_reduce(2, "float32")
 
     def forward(self, qkv: Tensor) -> None:
         """qkv [T, (num_heads + 2 num_kv_heads) head_dim], normed in place"""

@@ -14,8 +14,8 @@ from pelton.model.loading import LazyWeight
 from pelton.quantization.interface import LinearShard
 from pelton_plugins.models.delta_net import GatedDeltaNet
 from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts, layer_kind, renamed
-from pelton_plugins.models.normed import whole_shard
 from pelton_plugins.models.olmo2 import Olmo2DecoderLayer
+from pelton_plugins.models.shares import Share, row_shard
 
 _NORMS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
 
@@ -25,22 +25,27 @@ class OlmoDeltaNet(GatedDeltaNet):
 
     output_name = "o_proj"
 
-    def projections(self, prefix: str, hidden_size: int) -> Sequence[LinearShard]:
-        keys = self.num_groups * self.state_size
-        rows = {"q": keys, "k": keys, "v": self.inner, "b": self.num_heads, "a": self.num_heads, "g": self.inner}
-        return [whole_shard(f"{prefix}.{name}_proj", count, hidden_size) for name, count in rows.items()]
+    def projections(self, prefix: str, heads: Share, groups: Share, hidden_size: int) -> Sequence[LinearShard]:
+        keys, values = groups.times(self.state_size), heads.times(self.head_dim)
+        rows = {"q": keys, "k": keys, "v": values, "b": heads, "a": heads, "g": values}
+        return [row_shard(f"{prefix}.{name}_proj", own, hidden_size) for name, own in rows.items()]
 
-    def make_taps(self, keys: int, taps: int) -> None:
-        self.make_convolutions({"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": self.inner}, taps)
+    def make_taps(self, keys: Share, values: Share, taps: int) -> None:
+        self.make_convolution({"q_conv1d": [keys], "k_conv1d": [keys], "v_conv1d": [values]}, taps)
 
     def make_norm(self, config: BuildConfig, prefix: str) -> RMSNorm:
         return RMSNorm(self.head_dim, eps=1e-5, config=config, prefix=f"{prefix}.o_norm")
 
 
 class OlmoAttentionLayer(Olmo2DecoderLayer):
-    """OLMo 2's layer, between others that leave a residual."""
+    """OLMo 2's layer, between others that leave a residual and parts of a sum, and read such: of the ranks the first gives them all."""
+
+    def __init__(self, index: int, *, config: BuildConfig, prefix: str) -> None:
+        super().__init__(index, config=config, prefix=prefix)
+        self.takes_parts, self.gives_nothing = False, config.parallel.rank > 0
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, None]:
+        hidden = self._sum(hidden)
         return super().forward(hidden if residual is None else hidden + residual, None, batch)
 
     def rope(self, head_dim: int, config: BuildConfig) -> Rope | None:

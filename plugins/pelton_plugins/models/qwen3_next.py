@@ -18,8 +18,9 @@ from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.loading import LazyWeight
 from pelton_plugins.models.delta_net import GatedDeltaNet, GroupedDeltaNet
 from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts, layer_kind
-from pelton_plugins.models.normed import NormedLinear, shards_by_group, whole_shard
+from pelton_plugins.models.normed import NormedLinear
 from pelton_plugins.models.qwen2_moe import qwen_experts
+from pelton_plugins.models.shares import Share, row_shard, shards_by_group
 from pelton_plugins.models.stacked_experts import one_for_each_expert
 
 
@@ -38,18 +39,22 @@ class GatedAttention(nn.Module):
         hf, self.input_norm = config.hf, norm
         size, num_heads, num_kv_heads = hf.hidden_size, hf.num_attention_heads, hf.num_key_value_heads
         head_dim, bias = hf.get("head_dim", 256), bool(hf.get("attention_bias"))
-        query, gate = shards_by_group(f"{prefix}.q_proj", num_heads, [head_dim, head_dim], size)
-        keys, values = (whole_shard(f"{prefix}.{name}_proj", num_kv_heads * head_dim, size) for name in "kv")
+        config.parallel.check_copies(num_kv_heads)
+        heads = Share.split(num_heads, "num_attention_heads", config)
+        kv_heads = Share.copied(num_kv_heads, "num_key_value_heads", config)
+        of_head = Share.whole(head_dim)
+        query, gate = shards_by_group(f"{prefix}.q_proj", heads, [of_head, of_head], size)
+        keys, values = (row_shard(f"{prefix}.{name}_proj", kv_heads.times(head_dim), size) for name in "kv")
         self.qkv_gate_proj = NormedLinear([*query, keys, values, *gate], norm=norm, bias=bias, config=config)
         self.q_norm, self.k_norm = (
             ZeroCentredNorm(head_dim, config=config, prefix=f"{prefix}.{one}_norm") for one in "qk"
         )
         self.attn = AttentionLayer(
-            num_heads, num_kv_heads, head_dim, rope=get_rope(config, head_dim), q_norm=self.q_norm, k_norm=self.k_norm,
+            heads.count, kv_heads.count, head_dim, rope=get_rope(config, head_dim), q_norm=self.q_norm, k_norm=self.k_norm,
             config=config, prefix=f"{prefix}.attn",
         )  # fmt: skip
         self.o_proj = RowParallelLinear(num_heads * head_dim, size, bias=bias, config=config, prefix=f"{prefix}.o_proj")
-        self.inner = num_heads * head_dim
+        self.inner = heads.count * head_dim
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         product, residual = self.qkv_gate_proj(hidden, residual)

@@ -28,7 +28,7 @@ class StagedDecoder(Decoder):
     """
 
     carries_residual: ClassVar[bool] = True
-    """Its layers return a residual; where they add it up themselves, it is None."""
+    """Its layers return a residual, or some of them do; where they add it up themselves, it is None."""
 
     def __init__(self, *, config: BuildConfig) -> None:
         super().__init__(config=config)
@@ -38,10 +38,10 @@ class StagedDecoder(Decoder):
         self._stage, self._last = (0, 0) if stages is None else (stages.rank, stages.size - 1)
         self._made_of = config.dtype, config.hf.hidden_size, config.hf.vocab_size
 
-    def own_layers(self, config: BuildConfig, prefix: str, *, num_joined: int = 1) -> range:
+    def own_layers(self, config: BuildConfig, prefix: str, *, num_joined: int = 1, total: int | None = None) -> range:
         """Return the layers of this stage, of those called `{prefix}.0` and on; the others' tensors stay in the checkpoint. num_joined:
-        the last layers that have to be in one stage."""
-        total = config.hf.num_hidden_layers
+        the last layers that have to be in one stage. total: how many there are; config.json's num_hidden_layers when None."""
+        total = config.hf.num_hidden_layers if total is None else total
         counts = _counts(config, total, self._last + 1, num_joined)
         if self._stages is None:
             return range(total)
@@ -113,6 +113,8 @@ class StagedDecoder(Decoder):
         if cut is not None:
             hidden, residual = cut.forward_tokens(hidden, residual, batch, tokens)
         if self._stages is not None and self._stage < self._last:
+            if self.carries_residual and residual is None:
+                residual = torch.zeros_like(hidden)
             for tensor in (hidden, residual) if self.carries_residual else (hidden,):
                 self._stages.send(tensor.contiguous(), self._stage + 1)
         return hidden, residual

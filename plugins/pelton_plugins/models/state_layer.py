@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -13,6 +13,8 @@ from pelton.attention.cache_layer import register
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
 from pelton.errors import ConfigError
 from pelton.kv_cache.spec import DTYPE_BYTES, KVCacheSpec, MambaSpec
+from pelton.quantization.plain import make_bias
+from pelton_plugins.models.shares import Share, shards_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,25 +51,40 @@ class StateLayer(nn.Module):
         self._config = config
 
     def parameter(
-        self, name: str, *shape: int, kept: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+        self,
+        name: str,
+        *shape: int | Share,
+        kept: tuple[int | Share, ...] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> nn.Parameter:
-        """A tensor of the checkpoint below the layer's prefix. kept: its shape there; dtype: the model's when None."""
-        made = nn.Parameter(self._config.empty(*shape, dtype=dtype), requires_grad=False)
-        kept = kept or shape
-        self._config.weights.expect(f"{self.layer_name}.{name}", kept, made.view(kept))
+        """A tensor of the checkpoint below the layer's prefix, of which this rank has its share along one axis. kept: its shape there;
+        dtype: the model's when None."""
+        own = [_share(size).count for size in shape]
+        made = nn.Parameter(self._config.empty(*own, dtype=dtype), requires_grad=False)
+        sizes = [_share(size) for size in kept or shape]
+        dim, part = next(
+            ((dim, size) for dim, size in enumerate(sizes) if size.count < size.total), (None, Share.whole(0))
+        )
+        self._config.weights.expect(
+            f"{self.layer_name}.{name}", tuple(size.total for size in sizes), made.view([size.count for size in sizes]),
+            dim=dim, start=part.start, stop=part.stop,
+        )  # fmt: skip
         return made
 
-    def make_convolution(self, width: int, taps: int, *, has_bias: bool, name: str = "conv1d") -> None:
-        self.conv_weight = self.parameter(f"{name}.weight", width, taps, kept=(width, 1, taps))
-        self.conv_bias = self.parameter(f"{name}.bias", width) if has_bias else None
-
-    def make_convolutions(self, widths: Mapping[str, int], taps: int) -> None:
-        """One convolution of those that a checkpoint has a tensor each of, by name, in the order of a token's numbers."""
-        weight = self._config.empty(sum(widths.values()), taps)
-        for (name, width), part in zip(widths.items(), weight.split(list(widths.values())), strict=True):
-            shape = (width, 1, taps)
-            self._config.weights.expect(f"{self.layer_name}.{name}.weight", shape, part.view(shape))
-        self.conv_weight, self.conv_bias = nn.Parameter(weight, requires_grad=False), None
+    def make_convolution(self, tensors: Mapping[str, Sequence[Share]], taps: int, *, has_bias: bool = False) -> None:
+        """tensors: the checkpoint's, in the order of a token's numbers, and of the channels that lie below each other there this rank's."""
+        shards = [
+            shard for name, parts in tensors.items() for shard in shards_of(f"{self.layer_name}.{name}", parts, taps)
+        ]
+        counts = [shard.rows[1] - shard.rows[0] for shard in shards]
+        weight = self._config.empty(sum(counts), taps)
+        for shard, own in zip(shards, weight.split(counts), strict=True):
+            start, stop = shard.rows
+            self._config.weights.expect(
+                f"{shard.name}.weight", (shard.num_rows, 1, taps), own[:, None], dim=0, start=start, stop=stop
+            )
+        self.conv_weight = nn.Parameter(weight, requires_grad=False)
+        self.conv_bias = make_bias(self._config, shards) if has_bias else None
 
     def conv_state(self) -> State:
         """Return the state of its convolution: the last inputs."""
@@ -107,11 +124,37 @@ class StateLayer(nn.Module):
         return mixed
 
 
+class GroupRMS:
+    """x / rms(x) of each group of numbers, without a weight. Ranks that have parts of a group add up their squares, four bytes of each
+    group for a token."""
+
+    def __init__(self, groups: Share, width: int, eps: float, config: BuildConfig) -> None:
+        """width: numbers of a group, of all ranks."""
+        self._groups, self._width, self._eps = groups, width, eps
+        is_split = groups.total % config.parallel.size > 0
+        self._all_reduce = config.all_reduce(groups.total, "float32") if is_split else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, numbers of this rank] float32 -> the same"""
+        grouped, own = x.view(len(x), self._groups.count, -1), slice(self._groups.start, self._groups.stop)
+        squares = grouped.square().sum(-1)
+        if self._all_reduce is not None:
+            of_all = squares.new_zeros(len(x), self._groups.total)
+            of_all[:, own] = squares
+            squares = self._all_reduce(of_all)[:, own]
+        return (grouped * torch.rsqrt(squares / self._width + self._eps)[..., None]).view(len(x), -1)
+
+
+def _share(size: int | Share) -> Share:
+    return size if isinstance(size, Share) else Share.whole(size)
+
+
 def _check_settings(config: BuildConfig) -> None:
     """Refuse what states do not go with."""
-    if config.parallel.size > 1:
+    if config.parallel.context is not None:
         raise ConfigError(
-            f"tensor_parallel_size is {config.parallel.size}, and layers with states run on one rank. Set it to 1."
+            f"decode_context_parallel_size is {config.parallel.context.size}, and a state has no tokens that ranks could share out. Set it "
+            "to 1 for this model."
         )
     settings = config.engine_config
     if settings is not None and (settings.speculative.method or settings.speculative.model):

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from pelton.layers.linear import ShardLinear
+from pelton.layers.linear import RowParallelLinear
 from pelton.layers.norm import RMSNorm
-from pelton_plugins.models.normed import BareLinear, NormedLinear, whole_shard
-from pelton_plugins.models.state_layer import StateLayer, check_groups
+from pelton_plugins.models.normed import BareLinear, NormedLinear
+from pelton_plugins.models.shares import Share, shards_of
+from pelton_plugins.models.state_layer import GroupRMS, StateLayer, check_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Mamba2Mixer(StateLayer):
-    """Product, convolution, states, gated norm, product: T tokens, E = num_heads * head_dim.
+    """Product, convolution, states, gated norm, product: T tokens, E = num_heads * head_dim, of this rank.
 
     `StateParams` in `pelton_backends.sdpa.state_space` is all that a backend reads here.
     """
@@ -44,33 +45,39 @@ class Mamba2Mixer(StateLayer):
         eps: float | None = None,
         has_gated_norm: bool = True,
         has_output_bias: bool | None = None,
+        fields: tuple[str, str] = ("mamba_n_heads", "mamba_n_groups"),
     ) -> None:
         """norm: of the sub-layer's input, which the first product reads; None where it is normed already (`mixed`). eps: of the gated
-        norm; config.json's `rms_norm_eps` when None. has_bias: of both products, where `has_output_bias` does not say it of the last."""
+        norm; config.json's `rms_norm_eps` when None. has_bias: of both products, where `has_output_bias` does not say it of the last.
+        fields: config.json's names of num_heads and num_groups. Ranks share out heads, and groups with them."""
         super().__init__(config=config, prefix=prefix)
         check_groups(num_heads, num_groups)
         self.input_norm = norm
-        self.num_heads, self.head_dim, self.state_size, self.num_groups = num_heads, head_dim, state_size, num_groups
-        self.dt_limit = dt_limit
-        self.inner = num_heads * head_dim
-        width, hidden_size = self.inner + 2 * num_groups * state_size, config.hf.hidden_size
-        shards = [whole_shard(f"{prefix}.in_proj", self.inner + width + num_heads, hidden_size)]
+        heads, groups = Share.split(num_heads, fields[0], config), Share.copied(num_groups, fields[1], config)
+        inner, shared = heads.times(head_dim), groups.times(state_size)
+        self.num_heads, self.num_groups = heads.count, groups.count
+        self.head_dim, self.state_size, self.dt_limit = head_dim, state_size, dt_limit
+        self.inner, self.shared = inner.count, shared.count
+        size = config.hf.hidden_size
+        shards = shards_of(f"{prefix}.in_proj", [inner, inner, shared, shared, heads], size)
         if norm is None:
             self.in_proj: Any = BareLinear(shards, bias=has_bias, config=config)
         else:
             self.in_proj = NormedLinear(shards, norm=norm, bias=has_bias, config=config)
-        self.make_convolution(width, conv_kernel, has_bias=has_conv_bias)
-        self.dt_bias = self.parameter("dt_bias", num_heads, dtype=torch.float32)
-        self.a_log = self.parameter("A_log", num_heads, dtype=torch.float32)
-        self.d = self.parameter("D", num_heads, dtype=torch.float32)
-        self.norm = RMSNorm(self.inner, eps=eps, config=config, prefix=f"{prefix}.norm") if has_gated_norm else None
-        self.out_proj = ShardLinear(
-            whole_shard(f"{prefix}.out_proj", hidden_size, self.inner), config=config,
-            bias=has_bias if has_output_bias is None else has_output_bias,
+        self.make_convolution({"conv1d": [inner, shared, shared]}, conv_kernel, has_bias=has_conv_bias)
+        self.dt_bias = self.parameter("dt_bias", heads, dtype=torch.float32)
+        self.a_log = self.parameter("A_log", heads, dtype=torch.float32)
+        self.d = self.parameter("D", heads, dtype=torch.float32)
+        self.norm_weight = self.parameter("norm.weight", inner) if has_gated_norm else None
+        eps = config.hf.get("rms_norm_eps", 1e-6) if eps is None else eps
+        self.group_norm = GroupRMS(groups, inner.total // num_groups, eps, config)
+        self.out_proj = RowParallelLinear(
+            inner.total, size, bias=has_bias if has_output_bias is None else has_output_bias, config=config,
+            prefix=f"{prefix}.out_proj",
         )  # fmt: skip
         self.keep(
-            self.conv_state(), ((num_heads, head_dim, state_size), "float32"), num_heads=num_heads, num_groups=num_groups,
-            head_dim=head_dim,
+            self.conv_state(), ((self.num_heads, head_dim, state_size), "float32"), num_heads=self.num_heads,
+            num_groups=self.num_groups, head_dim=head_dim,
         )  # fmt: skip
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -86,15 +93,9 @@ class Mamba2Mixer(StateLayer):
     def gated(self, mixed: Tensor, gate: Tensor) -> Tensor:
         """Norm of mixed * silu(gate), for each group of heads by itself."""
         gated = mixed.float() * F.silu(gate.float())
-        if self.norm is None:
+        if self.norm_weight is None:
             return gated.to(mixed.dtype)
-        gated = self.group_norm(gated, self.norm.spec.eps)
-        return self.norm.weight * gated.to(mixed.dtype)
-
-    def group_norm(self, x: Tensor, eps: float) -> Tensor:
-        """x / rms(x) of each group's numbers, [T, E] float32, without a weight."""
-        grouped = x.view(len(x), self.num_groups, -1)
-        return (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).view(len(x), -1)
+        return self.norm_weight * self.group_norm(gated).to(mixed.dtype)
 
 
 def dt_limit(config: BuildConfig) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,7 +30,13 @@ from pelton_platforms.device.first_start import FirstStart
 from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
 from pelton_platforms.device.graphs.capture_plan import CaptureQueue
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
-from pelton_platforms.device.graphs.graph_setup import choose_mode, max_piecewise_tokens, use_graphs
+from pelton_platforms.device.graphs.graph_setup import (
+    GraphLimits,
+    choose_mode,
+    limits_of_stages,
+    max_piecewise_tokens,
+    use_graphs,
+)
 from pelton_platforms.device.memory import ATTENTION_BYTES, StepMemory
 from pelton_plugins.bench.table.shapes import write_shape
 
@@ -285,6 +292,27 @@ def test_state_that_does_not_fit_is_the_operators_error(model, monkeypatch):
     monkeypatch.setattr("pelton_platforms.device.steps.batch_state.SideTables", no_room)
     with pytest.raises(ConfigError, match=r"state of \d+ requests takes about \d+ bytes.*max_side_table_seqs lower"):
         make_worker(model[0])
+
+
+def test_stages_capture_what_all_of_them_can(model, monkeypatch):
+    """One may have layers alone that cannot be captured, or more numbers to compute: else stages would pad a step to different sizes."""
+    worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
+    worker.config = EngineConfig.from_flat()
+    monkeypatch.setattr(worker.platform, "supported_graph_modes", EVERY)
+    monkeypatch.setattr(worker.platform, "pads_graphs", True)
+    monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
+    monkeypatch.setattr(worker.build.attention, "graph_support", lambda: ALWAYS)
+    assert limits_of_stages(worker.build, worker.model) == worker.loaded.graph_limits == GraphLimits()
+    assert choose_mode(worker.loaded) is BOTH
+    for other, mode in (((ALWAYS, 16), BOTH), ((GraphSupport.NEVER, 1 << 30), PIECEWISE)):
+        told = torch.tensor([other], dtype=torch.int32)
+        stages = SimpleNamespace(all_gather=lambda own, dim, told=told: torch.cat([own, told], dim))
+        monkeypatch.setattr(worker.build.parallel, "stages", stages)
+        worker._graph_limits = limits_of_stages(worker.build, worker.model)
+        assert choose_mode(worker.loaded) is mode
+        use_graphs(worker.loaded, worker.runner, mode)
+        assert worker.runner.graphs.dispatcher.mixed_sizes[-1] == (16 if mode is BOTH else 64)
+    worker.shutdown()
 
 
 @pytest.mark.parametrize("mode, left", [(BOTH, DECODE_ONLY), (PIECEWISE, NONE)])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from pelton.attention.support import GraphSupport
 from pelton.config import CUDAGraphMode
@@ -12,6 +15,7 @@ from pelton_platforms.device.graphs.modes import captures_decode, captures_piece
 from pelton_platforms.device.speed import product_operations
 
 if TYPE_CHECKING:
+    from pelton.model.build import BuildConfig
     from pelton_platforms.device.loaded import LoadedModel
     from pelton_platforms.device.steps.model_runner import ModelRunner
 
@@ -19,6 +23,25 @@ _HIDING_OPERATIONS = 6e11
 """Of a layer's products that hide the launches of a layer without graphs: 0.86 ms at the 700 TFLOP/s that large ones reach on an
 H200. Those launches take a slow host 0.5 to 0.7 ms, one step in ten up to 1 (docs/performance.md)."""
 _MAX_PIECE_TOKENS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """Bounds of what every stage of a model can capture: the same steps go through each, padded alike, whatever its layers are."""
+
+    support: GraphSupport = GraphSupport.ALWAYS
+    max_piecewise_tokens: int = _MAX_PIECE_TOKENS
+
+
+def limits_of_stages(build: BuildConfig, model: Any) -> GraphLimits:
+    """Ask all stages, which wait for each other here; the limits of none, where one has all layers."""
+    stages = build.parallel.stages
+    if stages is None:
+        return GraphLimits()
+    own = build.attention.graph_support(), max_piecewise_tokens(model, len(build.cache_layers))
+    of_all = stages.all_gather(torch.tensor([own], dtype=torch.int32, device=build.device), dim=0)
+    support, tokens = of_all.min(dim=0).values.tolist()
+    return GraphLimits(GraphSupport(support), tokens)
 
 
 def setup_graphs(loaded: LoadedModel, runner: ModelRunner) -> None:
@@ -41,7 +64,7 @@ def choose_mode(loaded: LoadedModel) -> CUDAGraphMode:
     requested = requested_mode(compilation, is_pooling=is_pooling)
     if loaded.drafter is not None:
         return _beside_drafter(requested, loaded)
-    mode, why = lower_mode(requested, loaded.build.attention.graph_support(), offered=offered)
+    mode, why = lower_mode(requested, _support(loaded), offered=offered)
     usual, _ = lower_mode(requested, GraphSupport.ALWAYS, offered=offered)
     is_usual = mode is usual and (mode is not CUDAGraphMode.NONE or set(offered) == {CUDAGraphMode.NONE})
     if mode is not requested and (named is not None or not is_usual):
@@ -72,7 +95,7 @@ def _beside_drafter(requested: CUDAGraphMode, loaded: LoadedModel) -> CUDAGraphM
 
 def use_graphs(loaded: LoadedModel, runner: ModelRunner, mode: CUDAGraphMode) -> None:
     """From now on the runner captures and replays steps, where the platform can. Notes say what became of the mode."""
-    platform, notes, support = loaded.platform, loaded.notes, loaded.build.attention.graph_support()
+    platform, notes, support = loaded.platform, loaded.notes, _support(loaded)
     recorder = platform.graph_recorder()
     if recorder is None:
         notes.append(f"cudagraph_mode {mode} became NONE: platform {platform.name!r} gives no recorder")
@@ -93,7 +116,9 @@ def use_graphs(loaded: LoadedModel, runner: ModelRunner, mode: CUDAGraphMode) ->
     dispatcher = GraphDispatcher(
         mode, max_num_seqs=loaded.max_num_seqs, max_num_tokens=loaded.max_num_tokens,
         sizes=_sizes(loaded, query_len), decode_query_len=query_len,
-        max_piecewise_tokens=max_piecewise_tokens(loaded.model, len(loaded.build.cache_layers)),
+        max_piecewise_tokens=min(
+            max_piecewise_tokens(loaded.model, len(loaded.build.cache_layers)), loaded.graph_limits.max_piecewise_tokens
+        ),
         captures_prompts=not recorder.runs_calls and support is GraphSupport.ALWAYS,
     )  # fmt: skip
     keys, wanted = dispatcher.valid_keys(), loaded.config.compilation.cudagraph_capture_sizes or ()
@@ -105,6 +130,10 @@ def use_graphs(loaded: LoadedModel, runner: ModelRunner, mode: CUDAGraphMode) ->
         )
     if keys:
         runner.use_graphs(dispatcher, recorder)
+
+
+def _support(loaded: LoadedModel) -> GraphSupport:
+    return min(loaded.build.attention.graph_support(), loaded.graph_limits.support)
 
 
 def _sizes(loaded: LoadedModel, query_len: int) -> Sequence[int] | None:
