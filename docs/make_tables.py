@@ -499,7 +499,8 @@ def models_page() -> str:
         "convolutions. Prompts are computed in chunks by products, but for Mamba's, whose tokens take turns; rows that decode are computed "
         "together. A preempted request computes its states again. States are not found again, so prefix caching is off for such a model; "
         "drafts are refused. With `-tp N` each rank holds the states of its heads or channels "
-        "([parallelism.md](parallelism.md#layers-with-states)). An attention backend of its own computes each kind ([attention_backends.md](attention_backends.md)).",
+        "([parallelism.md](parallelism.md#layers-with-states)). An attention backend of its own computes each kind "
+        "([attention_backends.md](attention_backends.md)).",
         "## Forms of weights",
         "What `--quantization` or config.json's `quant_method` may name; [quantization.md](quantization.md) says how exact each is, and "
         "what it refuses.",
