@@ -11,12 +11,14 @@ from pelton.attention.kv_cache import cache_specs
 from pelton.errors import ConfigError
 from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
-from pelton_platforms.device.device_memory import use_device_memory
 from pelton_platforms.device.graphs.graph_setup import limits_of_stages
+from pelton_platforms.device.host_copy import cuda_copier
+from pelton_platforms.device.large_pages import LargePages
 from pelton_platforms.device.loaded import LoadedModel
 from pelton_platforms.device.step_kernel import make_step_kernel
 
 if TYPE_CHECKING:
+    from pelton.model.build import BuildConfig
     from pelton.model.resolved import ResolvedModel
     from pelton.platform.interface import Platform
     from pelton.worker.interface import WorkerContext
@@ -29,6 +31,14 @@ def check_dtype(info: ResolvedModel, platform: Platform) -> None:
             f"dtype is {info.dtype!r}, which platform {platform.name!r} does not compute in; use one of "
             f"{', '.join(platform.supported_dtypes)}."
         )
+
+
+def use_device_memory(build: BuildConfig) -> None:
+    """Let the layers of `build` have the memory that this kind of device offers for parameters and caches. Before the first is made."""
+    if build.device.type == "cpu":
+        build.allocate = LargePages().zeros
+    elif build.device.type == "cuda":
+        build.weights.make_copier = cuda_copier
 
 
 @torch.inference_mode()

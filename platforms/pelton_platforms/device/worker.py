@@ -15,10 +15,8 @@ from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.worker.interface import Worker, WorkerContext
 from pelton.worker.pending import PendingOutput
-from pelton_platforms.device.expert_load import read_expert_load
 from pelton_platforms.device.make_model import check_dtype, make_model
 from pelton_platforms.device.profiling import Profiling
-from pelton_platforms.device.sleeping import Sleep
 from pelton_platforms.device.start import Start
 from pelton_platforms.device.start_report import make_report
 from pelton_platforms.device.steps.step_shapes import padding_shape
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from pelton_platforms.device.adapters import AdapterStore
     from pelton_platforms.device.graphs.capture_plan import CaptureQueue
     from pelton_platforms.device.loaded import LoadedModel
+    from pelton_platforms.device.sleeping import Sleep
     from pelton_platforms.device.steps.model_runner import ModelRunner
 
 
@@ -129,10 +128,14 @@ class DeviceWorker(Worker):
 
     def expert_load(self, reset: bool = False) -> dict[str, list[int]]:
         """See `read_expert_load`."""
+        from pelton_platforms.device.expert_load import read_expert_load
+
         return read_expert_load(self.loaded, reset=reset)
 
     def sleep(self, level: int) -> None:
         """Give memory back until `wake_up`. level 1: weights go to the host; 2: they are dropped."""
+        from pelton_platforms.device.sleeping import Sleep
+
         self._sleep = Sleep(self, level)
 
     def wake_up(self, tags: Sequence[str]) -> bool:
@@ -156,8 +159,7 @@ class DeviceWorker(Worker):
 
     def drop_model(self) -> None:
         """Drop the model, and what was bound to it."""
-        for name in ("loaded", "_start"):
-            self.__dict__.pop(name, None)
+        del self.loaded, self._start
 
     def check_device(self) -> None:
         if self.runner.awaits_masks:  # it has work that will not end before the caller goes on
@@ -174,6 +176,5 @@ class DeviceWorker(Worker):
         runner = self.__dict__.get("runner")
         for connector in runner.connectors.values() if runner is not None else ():
             connector.shutdown()
-        for name in ("runner", "_captures", "_sleep"):
+        for name in ("runner", "_captures", "_sleep", "loaded", "_start"):
             self.__dict__.pop(name, None)
-        self.drop_model()
