@@ -297,20 +297,20 @@ def test_state_that_does_not_fit_is_the_operators_error(model, monkeypatch):
 def test_stages_capture_what_all_of_them_can(model, monkeypatch):
     """One may have layers alone that cannot be captured, or more numbers to compute: else stages would pad a step to different sizes."""
     worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
-    worker.config = EngineConfig.from_flat()
+    alone = replace(worker.loaded, config=EngineConfig.from_flat())
     monkeypatch.setattr(worker.platform, "supported_graph_modes", EVERY)
     monkeypatch.setattr(worker.platform, "pads_graphs", True)
     monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
     monkeypatch.setattr(worker.build.attention, "graph_support", lambda: ALWAYS)
-    assert limits_of_stages(worker.build, worker.model) == worker.loaded.graph_limits == GraphLimits()
-    assert choose_mode(worker.loaded) is BOTH
+    assert limits_of_stages(worker.build, worker.model) == alone.graph_limits == GraphLimits()
+    assert choose_mode(alone) is BOTH
     for other, mode in (((ALWAYS, 16), BOTH), ((GraphSupport.NEVER, 1 << 30), PIECEWISE)):
         told = torch.tensor([other], dtype=torch.int32)
         stages = SimpleNamespace(all_gather=lambda own, dim, told=told: torch.cat([own, told], dim))
         monkeypatch.setattr(worker.build.parallel, "stages", stages)
-        worker._graph_limits = limits_of_stages(worker.build, worker.model)
-        assert choose_mode(worker.loaded) is mode
-        use_graphs(worker.loaded, worker.runner, mode)
+        loaded = replace(alone, graph_limits=limits_of_stages(worker.build, worker.model))
+        assert choose_mode(loaded) is mode
+        use_graphs(loaded, worker.runner, mode)
         assert worker.runner.graphs.dispatcher.mixed_sizes[-1] == (16 if mode is BOTH else 64)
     worker.shutdown()
 
