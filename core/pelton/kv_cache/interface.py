@@ -84,6 +84,17 @@ class KVCacheManager(ABC):
     `cache_blocks` after tokens became known -> `free` once. After preemption (`free`) it starts again.
     """
 
+    hands_copies: bool = False
+    """Set by a scheduler that calls `take_copies`: else nothing is found that would have to be copied, as states are."""
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """(source, target) of the blocks that `allocate` wants copied before its step, in this order. Call it behind each."""
+        return []
+
+    def chunk_end(self, request: CacheableRequest, start: int, end: int) -> int:
+        """Where a step of the request's tokens from `start` on should end, at most at `end`: states are kept between steps alone."""
+        return end
+
     @abstractmethod
     def lookup(self, request: CacheableRequest) -> tuple[BlockIds, int]:
         """Longest cached prefix: (block ids per group, tokens). At most num_tokens - 1 tokens: the last is always computed.
