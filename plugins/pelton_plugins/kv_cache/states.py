@@ -22,7 +22,7 @@ from pelton_plugins.kv_cache.single_type import NEVER
 
 
 class RequestStates:
-    """What is kept of one request's states."""
+    """The kept states of one request, and where the next one is kept."""
 
     __slots__ = ("kept", "last", "next", "unnamed", "unnamed_at", "wanted")
 
