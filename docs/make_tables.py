@@ -497,10 +497,20 @@ def models_page() -> str:
         "State-space layers (Mamba, Mamba-2), the gated delta rule and short convolutions keep a state of one size for a request, however "
         "long it is: a page of the KV cache, whose size the blocks of attention beside it take on. States are float32, but for those of "
         "convolutions. Prompts are computed in chunks by products, but for Mamba's, whose tokens take turns; rows that decode are computed "
-        "together. A preempted request computes its states again. States are not found again, so prefix caching is off for such a model; "
-        "drafts are refused. With `-tp N` each rank holds the states of its heads or channels "
+        "together. Drafts are refused. With `-tp N` each rank holds the states of its heads or channels "
         "([parallelism.md](parallelism.md#layers-with-states)). An attention backend of its own computes each kind "
         "([attention_backends.md](attention_backends.md)).",
+        "### Prefix caching of states",
+        "A running state changes with every token, so requests do not share one as they share blocks of keys and values. The prefix cache "
+        "keeps copies: of a prompt the state behind its last full block, which the next turn of a chat, or the same prompt, goes on from; "
+        "the state where two prompts part, when the second is computed (the third finds it; a model without attention does not see where "
+        "that is); and of an output the state behind its last full block, which the next one is written over. A request finds the longest "
+        "prefix whose keys and values, and whose state, are there. It gets a copy of that, made on the device before its first step.",
+        "Nobody holds what is kept: it lies among the free blocks until its block is needed, least recently used first. So it takes "
+        "no room from a request; in a pool that is full nothing is kept, and a request that is preempted there computes its states "
+        "again. A copy takes as much as a block of tokens in each of the groups of states, which is why a prompt leaves one or two, and "
+        "not one at each block. Prompts of more than a block end a step where a state is kept, so they have one step more, or two; "
+        "`enable_prefix_caching` off, or `enable_chunked_prefill` off, spares it. An executor whose steps are not ordered finds no states.",
         "## Forms of weights",
         "What `--quantization` or config.json's `quant_method` may name; [quantization.md](quantization.md) says how exact each is, and "
         "what it refuses.",

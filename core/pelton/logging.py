@@ -94,8 +94,8 @@ class Progress:
 
     def __str__(self) -> str:
         if self.total > 0:
-            return f"{self.name}: {min(self.done / self.total, 1.0):.0%} of {_amount(self.total, self.unit)}"
-        return f"{self.name}: {_amount(self.done, self.unit)}"
+            return f"{self.name}: {min(self.done / self.total, 1.0):.0%} of {amount(self.total, self.unit)}"
+        return f"{self.name}: {amount(self.done, self.unit)}"
 
 
 @contextmanager
@@ -124,7 +124,8 @@ def phase(
     logger.info("%s: %.1f s", name, took)
 
 
-def _amount(value: float, unit: str) -> str:
+def amount(value: float, unit: str) -> str:
+    """Return a number as people read it: bytes (B) in KiB, MiB and GiB, others with their unit."""
     if unit == "B":
         for prefix, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
             if value >= size:

@@ -38,6 +38,7 @@ _FOLDERS = {
 MODULES = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _FOLDERS.items() for name in names.split()} | {
     "pelton.attention.layer": "pelton.layers.attention",
     "pelton.large_pages": "pelton_platforms.device.large_pages",
+    "pelton.metrics.buckets": "pelton_plugins.histograms.buckets",
     "pelton.model.host_copy": "pelton_platforms.device.host_copy",
     "pelton.utils.large_pages": "pelton_platforms.device.large_pages",
     "pelton.attention.mla": "pelton_plugins.models.latent_attention",
@@ -63,49 +64,34 @@ MODULES = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _FOLDERS.it
     "pelton.utils.staging": "pelton_platforms.device.steps.staging",
 }
 """Old name to new: of other trees only the names, which nothing here imports before it is asked for."""
-_OPS = "AddNorm AddNormGatedLinear AddNormLinear AddNormLogits AllReduce Embed Gated Linear QkNormRopeWriteKv"
-NAMES = {
-    "pelton.layers.encoder": {
-        name: f"pelton_plugins.models.encoder_layers.{name}" for name in ("LayerNorm", "Table", "activation")
-    },
-    "pelton.layers.linear": {
-        "PlainWeights": "pelton.quantization.plain.PlainWeights",
-        "QuantizationMethod": "pelton.quantization.interface.QuantizationMethod",
-        "make_bias": "pelton.quantization.plain.make_bias",
-    },
-    "pelton.lora.peft": {
-        name: f"pelton_platforms.device.peft_tensors.{name}" for name in ("read_tensors", "split_name")
-    },
-    "pelton.ops.packed_blocks": {
-        name: f"pelton_plugins.weight_forms.block_writing.{name}" for name in ("pack", "quantize")
-    },
-    "pelton.ops.reference": {f"Reference{op}": f"pelton_backends.reference.ops.Reference{op}" for op in _OPS.split()},
-    "pelton.sampling.side_tables": {"SideTables": "pelton_platforms.device.steps.side_tables.SideTables"},
-    "pelton.scheduler.gates": {
-        "AdapterGate": "pelton_plugins.scheduler.gates.AdapterGate",
-        "GrammarGate": "pelton_plugins.scheduler.gates.GrammarGate",
-        "InFlightGate": "pelton_plugins.scheduler.gates.InFlightGate",
-        "PolicyGate": "pelton_plugins.scheduler.gates.PolicyGate",
-        "RemoteKVGate": "pelton_plugins.scheduler.gates.RemoteKVGate",
-        "SideSlotGate": "pelton_plugins.scheduler.gates.SideSlotGate",
-    },
-    "pelton.scheduler.policy": {
-        "FCFSPolicy": "pelton_plugins.scheduler.policies.FCFSPolicy",
-        "PriorityPolicy": "pelton_plugins.scheduler.policies.PriorityPolicy",
-        "RequestQueue": "pelton_plugins.scheduler.queue.RequestQueue",
-    },
-    "pelton.worker.inputs": {
-        "padding_shape": "pelton_platforms.device.steps.step_shapes.padding_shape",
-        "prepare_inputs": "pelton_platforms.device.steps.reference_step.prepare_inputs",
-        "uncached_metadata": "pelton_platforms.device.steps.step_shapes.uncached_metadata",
-    },
-    "pelton.worker.batch_state": {
-        "BatchState": "pelton_platforms.device.steps.batch_state.BatchState",
-        "HostColumns": "pelton_platforms.device.steps.batch_state.HostColumns",
-    },
-    "pelton.tokenizer": {"load_tokenizer": "pelton.model.resolve.load_tokenizer"},
+_NAMES = {
+    ("pelton.layers.encoder", "pelton_plugins.models.encoder_layers"): "LayerNorm Table activation",
+    ("pelton.layers.linear", "pelton.quantization.interface"): "QuantizationMethod",
+    ("pelton.layers.linear", "pelton.quantization.plain"): "PlainWeights make_bias",
+    ("pelton.lora.peft", "pelton_platforms.device.peft_tensors"): "read_tensors split_name",
+    ("pelton.lora.rows", "pelton_platforms.device.adapter_rows"): "AdapterRows",
+    ("pelton.ops.packed_blocks", "pelton_plugins.weight_forms.block_writing"): "pack quantize",
+    ("pelton.ops.reference", "pelton_backends.reference.linear"): "linear",
+    ("pelton.ops.reference", "pelton_backends.reference.ops"): (
+        "ReferenceAddNorm ReferenceAddNormGatedLinear ReferenceAddNormLinear ReferenceAddNormLogits ReferenceAllReduce "
+        "ReferenceEmbed ReferenceGated ReferenceLinear ReferenceQkNormRopeWriteKv add_residual gated"
+    ),
+    ("pelton.sampling.side_tables", "pelton_platforms.device.steps.side_tables"): "SideTables side_table_bytes",
+    ("pelton.scheduler.gates", "pelton_plugins.scheduler.gates"): (
+        "AdapterGate GrammarGate InFlightGate PolicyGate RemoteKVGate SideSlotGate"
+    ),
+    ("pelton.scheduler.policy", "pelton_plugins.scheduler.policies"): "FCFSPolicy PriorityPolicy",
+    ("pelton.scheduler.policy", "pelton_plugins.scheduler.queue"): "RequestQueue",
+    ("pelton.tokenizer", "pelton.model.resolve"): "load_tokenizer",
+    ("pelton.worker.batch_state", "pelton_platforms.device.steps.batch_state"): "BatchState HostColumns",
+    ("pelton.worker.inputs", "pelton_platforms.device.steps.reference_step"): "prepare_inputs",
+    ("pelton.worker.inputs", "pelton_platforms.device.steps.step_shapes"): "padding_shape uncached_metadata",
 }
-"""Names that are others now, or elsewhere, by the module that had them: it has `names_of` as its `__getattr__`. Modules of other trees
+"""(old module, new module): the names that have moved from one to the other."""
+NAMES: dict[str, dict[str, str]] = {}
+for (_old, _new), _names in _NAMES.items():
+    NAMES.setdefault(_old, {}).update({name: f"{_new}.{name}" for name in _names.split()})
+"""Names that are elsewhere now, by the module that had them: it has `names_of` as its `__getattr__`. Modules of other trees
 hold theirs themselves."""
 
 

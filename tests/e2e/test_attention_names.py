@@ -34,7 +34,11 @@ def test_a_named_backend_answers_as_transformers(made: Callable[[str], Reference
 
 @pytest.mark.parametrize(
     "name, reason",
-    [("TREE_ATTN", "drafts that branch"), ("FLASH_ATTN", "for this device there is"), ("FLASHMLA", "for this device")],
+    [
+        ("TREE_ATTN", "drafts that branch"),
+        ("FLASH_ATTN", "for this model and device there is"),
+        ("FLASHMLA", "for this model and device"),
+    ],
 )
 def test_a_name_that_cannot_serve_says_why(made: Callable[[str], Reference], name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pelton_covering import in_turn
 from pelton_drafts import config_of, counts, eagle, eagle3, medusa, noisy_copy, proposals, repeating, strict_blocks
 from pelton_e2e import NUM_NEW_TOKENS, Reference, generate, greedy, make_llm, small_pool
 from pelton_grouped import bitsandbytes_tensors
@@ -47,6 +48,7 @@ def reference(request: pytest.FixtureRequest, references: Callable[[str], Refere
     return references(request.param)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "settings",
@@ -74,10 +76,15 @@ def test_greedy_ids_are_those_without_drafts(
     assert found["num_accepted_tokens"] > 0 or method != "draft_model"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_drafts_survive_preemption(reference: Reference, drafts: Drafts, method: str) -> None:
+@pytest.mark.parametrize(
+    "method, family", [("medusa", "llama"), ("draft_model", "gemma3"), ("eagle", "gemma3"), ("eagle3", "llama")]
+)
+def test_drafts_survive_preemption(
+    references: Callable[[str], Reference], drafts: Drafts, method: str, family: str
+) -> None:
+    reference = references(family)
     # One full layer more beside Gemma's windows is one group more.
-    more = 24 if (method, reference.family) == ("eagle", "gemma3") else 0
+    more = 24 if (method, family) == ("eagle", "gemma3") else 0
     with make_llm(
         reference.path,
         speculative_config=drafts(method, reference),
@@ -230,7 +237,7 @@ def test_a_quantized_draft(llama: Reference, tmp_path: Path) -> None:
 
 def test_the_demo_model_drafts_for_itself() -> None:
     """Trained weights, from a GGUF; the checkpoint says the method."""
-    params, prompts = greedy(24, detokenize=True), ["The capital of France is", "1, 2, 3, 4,"]
+    params, prompts = greedy(12, detokenize=True), ["The capital of France is", "1, 2, 3, 4,"]
     speculation = {"model": "smollm2", "num_speculative_tokens": 3}
     found = []
     for drafts in ({}, {"speculative_config": speculation}):
@@ -249,8 +256,7 @@ def test_drafts_that_are_wrong_pause(llama: Reference, drafts: Drafts) -> None:
     assert found["num_pauses"] >= 1 and found["num_drafts"] < len(llama.prompts) * NUM_NEW_TOKENS / 2
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("method, level", in_turn(METHODS, [1, 2]))
 def test_sleep_and_wake(llama: Reference, drafts: Drafts, method: str, level: int) -> None:
     with make_llm(llama.path, speculative_config=drafts(method, llama), disable_log_stats=False) as llm:
         assert generate(llm, llama.prompts[:6]) == llama.outputs[:6]

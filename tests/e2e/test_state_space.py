@@ -13,7 +13,7 @@ import torch
 from pelton_e2e import Reference, generate, greedy, make_llm, make_prompts
 from safetensors.torch import load_file, save_file
 
-from pelton import LoRARequest
+from pelton import LLM, LoRARequest
 from pelton.errors import ConfigError
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
@@ -144,7 +144,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def test_batched_and_again(reference: Reference) -> None:
-    """A state is not found again: the second time everything is computed, over blocks that others have left."""
+    """In so few blocks that little is found again, or nothing: the second time much is computed over blocks that others have left."""
     assert reference.min_top2_gap > 1e-4
     assert len({token for ids in reference.outputs for token in ids}) > 10
     few = BLOCKS.get(reference.family, 8) * (1 if reference.family in WITHOUT_ATTENTION else 2)
@@ -153,8 +153,63 @@ def test_batched_and_again(reference: Reference) -> None:
             prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
             outputs = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False)
             assert [list(output.outputs[0].token_ids) for output in outputs] == reference.outputs
-            assert not any(output.num_cached_tokens for output in outputs)
         assert llm.kv_cache_usage() == 0.0
+
+
+def found(llm: LLM, prompts: list[list[int]], expected: list[list[int]]) -> list[int | None]:
+    """Compute prompts together, check the answers, and return how many tokens each has found."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(NUM_TOKENS), use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    return [output.num_cached_tokens for output in outputs]
+
+
+MAIN = pytest.mark.parametrize(
+    "reference", ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "kimi_linear"], indirect=True
+)
+
+
+@MAIN
+def test_states_are_found(reference: Reference) -> None:
+    """A prompt that comes again is computed from its last full block on, and the next turn of a chat from the output's."""
+    ends = zip(reference.prompts[-2:], reference.outputs[-2:], strict=True)
+    turns = [prompt + ids + [7, 8, 9] for prompt, ids in ends]
+    answers, _ = continuations(reference.path, turns)
+    for settings in ({}, {"max_num_batched_tokens": 24, "max_num_seqs": 2}, {"async_scheduling": False}):
+        with make_llm(reference.path, num_gpu_blocks_override=500, **settings) as llm:
+            size = block_size_of(llm)
+            assert not any(found(llm, reference.prompts, reference.outputs))
+            again = [(len(prompt) - 1) // size * size for prompt in reference.prompts]
+            assert any(again) and found(llm, reference.prompts, reference.outputs) == again
+            # The last token of an answer is not computed: of the prompt of 70 and its answer 81 are, of the prompt whole blocks 64.
+            assert found(llm, turns, answers) == [(len(turn) - 5) // size * size for turn in turns]
+            assert llm.reset_prefix_cache()
+            assert not any(found(llm, reference.prompts[:3], reference.outputs[:3]))
+            assert llm.kv_cache_usage() == 0.0
+
+
+@pytest.mark.parametrize("reference", ["bamba"], indirect=True)
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["ranks", "stages"])
+def test_each_rank_and_stage_copies_its_states(reference: Reference, sizes: dict[str, int]) -> None:
+    prompts, outputs = reference.prompts[-2:], reference.outputs[-2:]
+    with make_llm(reference.path, num_gpu_blocks_override=500, **sizes) as llm:
+        assert [found(llm, prompts, outputs) for _ in range(2)] == [[0, 0], [64, 128]]
+
+
+@MAIN
+def test_what_two_prompts_begin_with_is_found_by_the_third(reference: Reference) -> None:
+    common = make_prompts(VOCAB_SIZE, (130,), seed=7)[0]
+    prompts = [common + tail for tail in make_prompts(VOCAB_SIZE, (70, 75, 80), seed=8)]
+    expected, gap = continuations(reference.path, prompts)
+    assert gap > 1e-4
+    with make_llm(reference.path, num_gpu_blocks_override=300) as llm:
+        size = block_size_of(llm)
+        numbers = [found(llm, [prompt], [ids])[0] for prompt, ids in zip(prompts, expected, strict=True)]
+    # Layers without attention keep nothing that would tell where two part.
+    assert numbers == [0, 0, 0 if reference.family in WITHOUT_ATTENTION else 130 // size * size]
+
+
+def block_size_of(llm: LLM) -> int:
+    return int(llm.llm_engine.client._core.plan.hash_block_size)  # type: ignore[attr-defined]
 
 
 def test_alone_in_chunks(reference: Reference) -> None:
@@ -199,7 +254,7 @@ def test_in_two_stages(reference: Reference) -> None:
     check_crowded(reference, pipeline_parallel_size=2)
 
 
-@pytest.mark.parametrize("reference", ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "kimi_linear"], indirect=True)
+@MAIN
 def test_samples_and_a_request_that_leaves(reference: Reference) -> None:
     from pelton import SamplingParams
 

@@ -9,7 +9,7 @@ import torch
 from pelton_lora_op import make_lora_case
 
 from pelton.lora.op import AdaptedNeeds, AdaptedTensors
-from pelton.lora.rows import AdapterRows
+from pelton.lora.rows import AdapterRowTensors
 from pelton.ops.interface import (
     AddNormGatedLinearNeeds,
     AddNormGatedLinearTensors,
@@ -50,7 +50,7 @@ class AdaptedCase:
 
         a = case.tensors.a.clone().mul_(size**-0.5)
         b = case.tensors.b.clone().transpose(1, 2).contiguous().transpose(1, 2)
-        self.rows: AdapterRows = case.tensors.rows
+        self.rows: AdapterRowTensors = case.tensors.rows
         adapter = replace(case.tensors, a=a, b=b)
         spec = LinearSpec(in_features=size, out_features=columns, has_bias=has_bias)
         weights = LinearWeights(

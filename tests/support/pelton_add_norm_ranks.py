@@ -82,7 +82,7 @@ class Checks:
         """What NCCL moves is left to it, and no rows are none."""
         reduce = self.bound(1024, torch.float32)
         spec, norm = NormSpec(size=1024, eps=1e-5), torch.ones(1024, device=self.device)
-        for rows in (0, 128):
+        for rows in (0, 512):
             if reduce.add_norm(torch.zeros(rows, 1024, device=self.device), None, norm, spec, None, None) is not None:
                 yield f"{rows} rows of 4 KiB are served"
 

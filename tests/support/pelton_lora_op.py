@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pelton.lora.op import LoraNeeds, LoraTensors
-from pelton.lora.rows import AdapterRows
 from pelton.ops.interface import NormSpec
 from pelton_backends.reference.lora import ReferenceLora
+from pelton_platforms.device.adapter_rows import AdapterRows
 
 NUM_SLOTS = 3
 

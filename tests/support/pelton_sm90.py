@@ -129,6 +129,8 @@ ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "down of 32 rows with adapters": (lora_hopper.LoraHopperLinear, [0, 1, -1, 2] * 8, {"size": 3072, "parts": (1024,)}),
 }  # fmt: skip
 """Product, slots of its rows, what the case has."""
+
+
 class Hopper:
     """What the compiler asks of a driver."""
 

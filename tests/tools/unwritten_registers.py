@@ -1,6 +1,6 @@
 """Look through all kernels of a cache of Triton's for registers that are read and never written (`tests/support/pelton_sass.py` says why).
 
-    python tests/tools/unwritten_registers.py ~/.triton/cache        after tests or benchmarks on a GPU
+python tests/tools/unwritten_registers.py ~/.triton/cache        after tests or benchmarks on a GPU
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from pelton.lora.op import Lora, LoraNeeds, LoraTensors
-from pelton.ops.reference import ACTIVATIONS, gated, rms_norm
-from pelton_backends.reference.ops import layer_norm
+from pelton.ops.reference import ACTIVATIONS, rms_norm
+from pelton_backends.reference.ops import gated, layer_norm
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -43,7 +43,8 @@ from pelton.ops.interface import (
     QkNormRopeWriteKvTensors,
 )
 from pelton.ops.packed_blocks import KINDS, PANEL_ROWS, dequantize, kinds_of
-from pelton.ops.reference import ACTIVATIONS, add_residual, gated, linear, rms_norm, rotate, write_kv
+from pelton.ops.reference import ACTIVATIONS, rms_norm, rotate, write_kv
+from pelton_backends.reference.linear import linear
 from pelton_backends.reference.moe import ReferenceMoe
 
 if TYPE_CHECKING:
@@ -95,6 +96,27 @@ def layer_norm(x: Tensor, weight: Tensor, spec: NormSpec) -> Tensor:
     """Over the last axis, in float32; the result has x's dtype. weight [size], or [2, size] with a bias."""
     factor, bias = (weight, None) if weight.dim() == 1 else weight.float().unbind()
     return F.layer_norm(x.float(), (spec.size,), factor.float(), bias, spec.eps).to(x.dtype)
+
+
+def gated(x: Tensor, activation: str) -> Tensor:
+    """[T, 2 I], gate and up -> activation(gate) * up [T, I]."""
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def add_residual(
+    hidden: Tensor,
+    residual: Tensor | None,
+    post_norm: Tensor | None,
+    post_spec: NormSpec | None,
+    reduce: AllReduce | None,
+) -> Tensor:
+    """The new residual: post_norm(reduce(hidden)) + residual."""
+    if reduce is not None:
+        hidden = reduce(hidden)
+    if post_norm is not None and post_spec is not None:
+        hidden = rms_norm(hidden, post_norm, post_spec)
+    return hidden if residual is None else hidden + residual
 
 
 class ReferenceAddNorm:

@@ -6,7 +6,7 @@ what no kernel writes (weights); before it touches anything else, to read *or to
 the chain does so, that holds for kernels further back too. A kernel without PDL waits as kernels always do.
 
 One exception: the early decode (`attention/decode.py`) reads the step's lengths, tables, positions and slots, and keys and values
-of earlier steps, before it waits; products with adapters read `AdapterRows` and the adapters' slots. A step's inputs are prepared
+of earlier steps, before it waits; products with adapters read `AdapterRowTensors` and the adapters' slots. A step's inputs are prepared
 before its embedding, and `embed_kernel` lets no kernel start until it has waited for them itself: so whatever starts behind the
 embedding finds them. Where the embedding is no kernel of ours, it starts after all before it are done, and ours after it.
 """

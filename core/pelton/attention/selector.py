@@ -93,8 +93,8 @@ def _select_named(
     aliased = (entry for entry in ordered if typed in (alias.lower() for alias in entry.aliases))
     entry = next((entry for entry in ordered if entry.name.lower() == typed), next(aliased, None))
     if entry is None:
-        there = ", ".join(entry.name for entry in ordered) or "none"
-        raise ConfigError(f"attention_backend is {named!r}; for this device there is {there}.")
+        there = ", ".join(verdict.name for verdict in map(judge, ordered) if verdict.fits) or "none"
+        raise ConfigError(f"attention_backend is {named!r}; for this model and device there is {there}.")
     shown = repr(named) if entry.name.lower() == typed else f"{named!r} ({entry.name})"
     verdict = judge(entry)
     if verdict.backend is None or not verdict.fits:

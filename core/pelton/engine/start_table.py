@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pelton.logging import amount
 from pelton.messages.report import EngineInfo
 from pelton.model.pooling import PoolingSpec
 from pelton.model.resolved import ResolvedModel
@@ -11,16 +12,17 @@ def start_table(info: EngineInfo, model: ResolvedModel) -> str:
     """Two columns; notes of what was lowered or shrunk at the end."""
     report = info.report
     num_tokens = max(info.num_blocks - 1, 0) * info.block_size  # block 0 is never handed out
+    cache_size = amount(info.kv_cache_bytes, "B")
     rows = [
         ("model", f"{model.name} ({model.architecture}, {model.dtype}, {model.weights_format})"),
         *([("pooling", _pooling(model.pooling))] if model.pooling is not None else []),
         ("device", report.device or report.platform),
         ("attention", _with_reason(report.attention_backend, report.attention_reason)),
         *report.choices.items(),
-        ("weights", _size(report.weights_bytes)),
+        ("weights", amount(report.weights_bytes, "B")),
         (
             "KV cache",
-            f"{info.num_blocks} blocks of {info.block_size} tokens, {_size(info.kv_cache_bytes)}, room for "
+            f"{info.num_blocks} blocks of {info.block_size} tokens, {cache_size}, room for "
             f"{num_tokens / max(info.max_model_len, 1):.1f} requests of full length"
             if info.kv_cache_bytes
             else "none: this model has no layer with a cache",
@@ -50,10 +52,3 @@ def _with_reason(what: str, why: str) -> str:
 def _phases(phase_s: dict[str, float]) -> str:
     parts = [f"{name} {seconds:.1f} s" for name, seconds in phase_s.items()]
     return f"{sum(phase_s.values()):.1f} s" + (f" ({', '.join(parts)})" if parts else "")
-
-
-def _size(num_bytes: int) -> str:
-    for prefix, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {prefix}"
-    return f"{num_bytes} B"

@@ -31,13 +31,7 @@ def get_hash_fn(algo: str) -> BlockHashFn:
         raise ConfigError(f"prefix_caching_hash_algo is {algo!r}; use one of sha256, sha256_cbor, xxhash, xxhash_cbor.")
     digest = _digest_of(algo)
     encode = encode_cbor if encoding else encode_binary
-
-    def hash_block(
-        parent: bytes, token_ids: Sequence[int], adapter_id: int, mm_hashes: Sequence[str], cache_salt: str | None
-    ) -> bytes:
-        return digest(encode(parent, token_ids, adapter_id, mm_hashes, cache_salt))
-
-    return hash_block
+    return lambda *block: digest(encode(*block))
 
 
 def extend_block_hashes(
@@ -226,17 +220,12 @@ def encode_cbor(
 
 def _cbor_head(out: bytearray, major: int, value: int) -> None:
     """A major type with its argument in the shortest form."""
-    major <<= 5
     if value < 24:
-        out.append(major | value)
-    elif value < 1 << 8:
-        out += bytes((major | 24, value))
-    elif value < 1 << 16:
-        out += struct.pack(">BH", major | 25, value)
-    elif value < 1 << 32:
-        out += struct.pack(">BI", major | 26, value)
-    else:
-        out += struct.pack(">BQ", major | 27, value)
+        out.append(major << 5 | value)
+        return
+    width = next(width for width in range(4) if value < 1 << (8 << width))  # 1, 2, 4 or 8 bytes
+    out.append(major << 5 | 24 + width)
+    out += value.to_bytes(1 << width, "big")
 
 
 def _cbor_int(out: bytearray, value: int) -> None:

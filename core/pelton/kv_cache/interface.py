@@ -84,9 +84,24 @@ class KVCacheManager(ABC):
     `cache_blocks` after tokens became known -> `free` once. After preemption (`free`) it starts again.
     """
 
+    hands_copies: bool = False
+    """Set by a scheduler that hands on what `take_copies` returns, and whose executor's steps are ordered: copies are of blocks that
+    nobody holds. Without it nothing is found that would have to be copied, as states are."""
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return (source, target) of the blocks that the last `allocate` wants copied before its step: `SchedulerOutput.block_copies`.
+        Call it behind each `allocate`; the order of all copies of a step is that of the calls."""
+        return []
+
+    def chunk_end(self, request: CacheableRequest, start: int, end: int) -> int:
+        """Return where a step that computes the request's tokens from `start` on should end, at most `end`: a state is kept as a step
+        has left it. Called for more than one token, before `allocate`, and behind `lookup` where the request holds no blocks."""
+        return end
+
     @abstractmethod
     def lookup(self, request: CacheableRequest) -> tuple[BlockIds, int]:
-        """Longest cached prefix: (block ids per group, tokens). At most num_tokens - 1 tokens: the last is always computed.
+        """Longest cached prefix: (block ids per group, tokens). At most num_tokens - 1 tokens: the last is always computed. Of a group of
+        states it is the one block that `allocate` has copied.
 
         Takes no reference: call `allocate` with the result before any other allocation.
         """

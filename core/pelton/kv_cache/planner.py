@@ -136,7 +136,7 @@ def with_num_blocks(plan: KVCachePlan, num_blocks: int) -> KVCachePlan:
 
 
 def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Raise block sizes until every layer's block has the same bytes; pad states of fixed size to that.
+    """Raise block sizes until every layer's block has the same bytes; pad states of fixed size to that, which get all others' block size.
 
     Raised sizes are multiples of the given ones, which backends take, and need not be powers of two. Raises `ConfigError`.
     """
@@ -148,6 +148,9 @@ def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
     else:
         page = state
     unified = {name: _with_page(spec, page) for name, spec in specs.items()}
+    if sizes := {spec.block_size for spec in unified.values() if not spec.has_fixed_page}:
+        states = {name: spec for name, spec in unified.items() if spec.has_fixed_page}
+        unified |= {name: spec.with_block_size(math.lcm(*sizes)) for name, spec in states.items()}
     for name, spec in unified.items():
         if spec.block_size > MAX_BLOCK_SIZE:
             raise ConfigError(

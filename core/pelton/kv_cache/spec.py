@@ -92,6 +92,13 @@ class FullAttentionSpec(KVCacheSpec):
     def page_size_bytes(self) -> int:
         return 2 * self.page_tokens * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
 
+    def without_window(self) -> KVCacheSpec:
+        if self.keeps_all_tokens:
+            return self
+        return FullAttentionSpec(
+            block_size=self.block_size, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=self.dtype
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(FullAttentionSpec):
@@ -100,9 +107,6 @@ class SlidingWindowSpec(FullAttentionSpec):
     keeps_all_tokens: ClassVar[bool] = False
 
     sliding_window: int  # tokens
-
-    def without_window(self) -> KVCacheSpec:
-        return _as_full_attention(self)
 
     def max_blocks(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
         return self._max_blocks_of_span(self.sliding_window - 1, num_tokens, max_chunk_tokens)
@@ -115,9 +119,6 @@ class ChunkedLocalSpec(FullAttentionSpec):
     keeps_all_tokens: ClassVar[bool] = False
 
     attention_chunk_size: int  # tokens
-
-    def without_window(self) -> KVCacheSpec:
-        return _as_full_attention(self)
 
     def max_blocks(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
         return self._max_blocks_of_span(self.attention_chunk_size - 1, num_tokens, max_chunk_tokens)
@@ -143,7 +144,8 @@ class MLASpec(KVCacheSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """A recurrent state of fixed size; the planner raises attention block sizes until a page holds it."""
+    """A recurrent state of fixed size; the planner raises attention block sizes until a page holds it, and gives it theirs: the
+    prefix cache may keep it where a block of tokens ends."""
 
     has_fixed_page: ClassVar[bool] = True
     keeps_all_tokens: ClassVar[bool] = False
@@ -166,12 +168,6 @@ class MambaSpec(KVCacheSpec):
 
     def max_blocks(self, num_tokens: int, max_chunk_tokens: int | None = None) -> int:
         return 1 if num_tokens else 0
-
-
-def _as_full_attention(spec: FullAttentionSpec) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=spec.block_size, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtype
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +206,7 @@ class KVCachePlan:
     @property
     def hash_block_size(self) -> int:
         """Tokens a block hash covers: what `block_hashes` of requests are made with. It divides every group's block size."""
-        sizes = [g.spec.block_size for g in self.groups if not g.spec.has_fixed_page]
-        return math.gcd(*sizes) if sizes else 1
+        return math.gcd(*(g.spec.block_size for g in self.groups)) or 1
 
     @property
     def num_padding_layers(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pelton.lora.op import Lora, LoraNeeds
-from pelton.lora.rows import AdapterRows
+from pelton.lora.rows import AdapterRowTensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,9 @@ class BaseProduct:
 class AdapterLayer:
     """One product that adapters add to."""
 
-    def __init__(self, needs: LoraNeeds, norm: Tensor | None, rows: AdapterRows, base: BaseProduct | None) -> None:
+    def __init__(
+        self, needs: LoraNeeds, norm: Tensor | None, rows: AdapterRowTensors, base: BaseProduct | None
+    ) -> None:
         self.needs, self.norm, self.base, self._rows = needs, norm, base, rows
         self.call: Lora | None = None
         self.a_start = self.b_start = 0
@@ -57,7 +59,7 @@ def _no_memory(*args: Any) -> Any:
 class AdapterLayers(Protocol):
     """The layers of one worker that take adapters (`BuildConfig.adapters`)."""
 
-    rows: AdapterRows
+    rows: AdapterRowTensors
 
     def add(
         self,

@@ -28,7 +28,7 @@ from pelton.ops.interface import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.lora.rows import AdapterRows
+    from pelton.lora.rows import AdapterRowTensors
     from pelton.ops.interface import LinearWeights
 
 
@@ -48,7 +48,7 @@ class LoraNeeds:
 class LoraTensors:
     a: Tensor  # [S, P * R, in], the strides of a slot are any
     b: Tensor  # [S, R, sum of parts]: B transposed, with the adapter's scale in it; any strides, one of the last two 1
-    rows: AdapterRows
+    rows: AdapterRowTensors
     norm: Tensor | None = None  # [in]
 
 

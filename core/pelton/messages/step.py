@@ -62,6 +62,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """[R] values of drafts that the host made; empty list when drafts are on the device or absent."""
     block_appends: list[tuple[int, int, int, list[int]]] = []
     """(group, slot, start index in the block table, block ids). Tables only grow."""
+    block_copies: list[tuple[int, int]] = []
+    """(source, target): whole blocks that each worker copies before anything else of the step, in this order."""
     freed_slots: list[int] = []
     """Slots given back since the last step, before `new` is applied."""
     grammar_rows: list[int] = []

@@ -6,7 +6,6 @@ the model's dtype, rotation and logits in float32. The ops made of these functio
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pelton import moved
-from pelton.ops.interface import AllReduce, LinearWeights, NormSpec
-from pelton.ops.packed_blocks import dense
+from pelton.ops.interface import NormSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,61 +32,6 @@ def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec) -> Tensor:
     if spec.unit_offset:
         return F.rms_norm(x.float(), (spec.size,), 1.0 + weight.float(), spec.eps).to(x.dtype)
     return F.rms_norm(x.float(), (spec.size,), None, spec.eps).to(x.dtype) * weight
-
-
-def linear(x: Tensor, weights: LinearWeights) -> Tensor:
-    """With blocks: dequantized for each call, into the input's dtype."""
-    is_plain = weights.spec.weight_format == "plain"
-    weight = weights.tensors["weight"] if is_plain else dense(weights).to(x.dtype)
-    if x.device.type == "cpu" and x.dtype in _ONEDNN and x.shape[0] > 1 and not _has_fast_products(x.dtype):
-        return _linear_by_float32(x, weight, weights.bias)
-    return F.linear(x, weight, weights.bias)
-
-
-SLICE_NUMBERS = 1 << 20
-"""Of a weight, widened at once: they stay in the last cache."""
-
-_ONEDNN = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-
-
-@functools.cache
-def _has_fast_products(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies it on this CPU. Otherwise torch does, unblocked: 4 to 7 GFLOP/s where float32 has 60."""
-    try:
-        return bool(getattr(torch.ops.mkldnn, _ONEDNN[dtype])())
-    except (AttributeError, RuntimeError):  # a torch without oneDNN
-        return False
-
-
-def _linear_by_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    wide, result = x.float(), x.new_empty(x.shape[0], weight.shape[0])
-    step = max(SLICE_NUMBERS // weight.shape[1], 1)
-    for first in range(0, weight.shape[0], step):
-        rows = slice(first, first + step)
-        part_of_bias = None if bias is None else bias[rows].float()
-        result[:, rows] = F.linear(wide, weight[rows].float(), part_of_bias)
-    return result
-
-
-def gated(x: Tensor, activation: str) -> Tensor:
-    """[T, 2 I], gate and up -> activation(gate) * up [T, I]."""
-    gate, up = x.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
-
-
-def add_residual(
-    hidden: Tensor,
-    residual: Tensor | None,
-    post_norm: Tensor | None,
-    post_spec: NormSpec | None,
-    reduce: AllReduce | None,
-) -> Tensor:
-    """The new residual: post_norm(reduce(hidden)) + residual."""
-    if reduce is not None:
-        hidden = reduce(hidden)
-    if post_norm is not None and post_spec is not None:
-        hidden = rms_norm(hidden, post_norm, post_spec)
-    return hidden if residual is None else hidden + residual
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -21,11 +21,6 @@ BANNED, MIN_TOKENS, BIAS, PENALTIES, BAD_WORDS = 1, 2, 4, 8, 16
 """Bits of `SideTensors.features`."""
 
 
-def side_table_bytes(num_side_slots: int, vocab_size: int) -> int:
-    """Bytes of the tables as wide as the vocabulary."""
-    return num_side_slots * (vocab_size * (4 + 1 + 4 + 1 + 1) + -(-vocab_size // GROUP))
-
-
 class SideTensors:
     """The tables that a worker fills when a request gets its side slot; `counts` also after each step."""
 

@@ -1,4 +1,4 @@
-"""Memory of a fake device: rows with their block tables, and blocks with a running hash per token slot.
+"""Memory of a fake device: rows with their block tables, and blocks with a running hash per token slot, or one as a state.
 
 It checks all that it is told: who writes where, and whether each row reads the hashes of its own tokens.
 """
@@ -48,11 +48,16 @@ class FakeStore:
         self._violations = violations
         self._steps_are_ordered = steps_are_ordered
         self._blocks: dict[tuple[int, int], list[int]] = {}  # (group, block) -> running hash per token slot
+        self._states: dict[int, int] = {}  # block -> running hash through the last token of who computes on it
         self._touched: dict[int, tuple[set[int], dict[int, set[str]]]] = {}  # step -> (slots, block -> request ids)
 
     def update(self, output: SchedulerOutput) -> list[FakeRow]:
         """Take in what has changed since the last step. Returns the step's rows."""
         step = output.step_id
+        for source, target in output.block_copies:
+            if source not in self._states:
+                self._violations.append(f"step {step} copies block {source}, which holds no state")
+            self._put_state(target, self._states.get(source, JUNK))
         in_open_steps = set[int]().union(*(slots for slots, _ in self._touched.values()))
         for slot in output.freed_slots:
             self.slots.pop(slot, None)
@@ -89,10 +94,13 @@ class FakeStore:
             if num_draft:
                 given = output.draft_token_ids[place] if output.draft_token_ids else row.drafts[:num_draft]
                 row.drafts = [*given, *[-1] * (num_draft - len(given))]
+            if not all(self._write_state(row, group, num_new, junk=junk) for group in self._state_groups(row)):
+                row.is_spoilt = True
+                continue
             values = row.hashes[row.num_computed : row.num_computed + num_new]
             for token in row.drafts[:num_draft]:
                 values.append(extend_hash(values[-1], token))
-            for group in range(len(row.tables)):
+            for group in self._token_groups(row):
                 self._hold(row, group, len(values), held)
                 self._write_values(output, row, group, [JUNK] * len(values) if junk else values, written)
             row.is_spoilt = junk
@@ -107,8 +115,8 @@ class FakeStore:
             if row.is_spoilt:
                 continue
             last = min(row.num_computed + num_new_and_draft(output, place)[0], len(row.tokens))
-            for group, table in enumerate(row.tables):
-                size = self.specs[group].block_size
+            for group in self._token_groups(row):
+                table, size = row.tables[group], self.specs[group].block_size
                 for position in range(self._first_read(group, row.num_computed), last):
                     block = table[position // size] if position // size < len(table) else 0
                     found = self._blocks.get((group, block), [0] * size)[position % size]
@@ -127,6 +135,7 @@ class FakeStore:
         size = self.specs[group].block_size
         if block := table[position // size]:
             self._blocks.setdefault((group, block), [0] * size)[position % size] = value
+            self._states.pop(block, None)
 
     def retire(self, step_id: int) -> None:
         self._touched.pop(step_id, None)
@@ -175,17 +184,41 @@ class FakeStore:
 
     def _write_junk(self, row: FakeRow) -> None:
         """All that was not computed when the request went wrong."""
-        for group, table in enumerate(row.tables):
+        for group in self._state_groups(row):
+            self._put_state(row.tables[group][0], JUNK)
+        for group in self._token_groups(row):
+            table = row.tables[group]
             for position in range(row.num_computed, len(table) * self.specs[group].block_size):
                 self.put(group, table, position, JUNK)
+
+    def _state_groups(self, row: FakeRow) -> list[int]:
+        return [group for group in range(len(row.tables)) if self.specs[group].has_fixed_page]
+
+    def _token_groups(self, row: FakeRow) -> list[int]:
+        return [group for group in range(len(row.tables)) if not self.specs[group].has_fixed_page]
+
+    def _write_state(self, row: FakeRow, group: int, num_new: int, *, junk: bool) -> bool:
+        """Compute tokens on the row's state, which has to be the one behind those before. False: it is junk."""
+        [block], first = row.tables[group], row.num_computed
+        state = self._states.get(block) if first else None
+        if first and state not in (JUNK, row.hashes[first - 1]):
+            self._violations.append(f"{row.new.request_id} goes on at {first} from a foreign state, block {block}")
+        self._put_state(block, JUNK if junk or state == JUNK else row.hashes[first + num_new - 1])
+        return state != JUNK
+
+    def _put_state(self, block: int, value: int) -> None:
+        """A state takes the whole block."""
+        self._states[block] = value
+        for group in range(len(self.specs)):
+            self._blocks.pop((group, block), None)
 
     def _check_apart(self, output: SchedulerOutput, rows: Sequence[FakeRow], written: set[tuple[int, int]]) -> None:
         """Rows of one token may be written and read in one launch: no row's context holds a block that another one fills."""
         for row in rows:
             if row.is_spoilt:
                 continue  # it is not read
-            for group, table in enumerate(row.tables):
-                size = self.specs[group].block_size
+            for group in self._token_groups(row):
+                table, size = row.tables[group], self.specs[group].block_size
                 own = table[row.num_computed // size] if row.num_computed // size < len(table) else 0
                 for block in table[self._first_read(group, row.num_computed) // size : row.num_computed // size]:
                     if (group, block) in written and block != own:

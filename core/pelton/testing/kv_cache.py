@@ -53,6 +53,7 @@ class SimulatedRequest:
     device_tokens: list[int] = field(default_factory=list)
     device_computed: int = 0
     tables: list[list[int]] = field(default_factory=list)
+    kept_states: list[tuple[int, int]] = field(default_factory=list)  # (tokens, block), each that was kept of it
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +67,7 @@ class _Row:
     num_draft: int
     epoch: int
     new_tokens: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # of blocks, before the step
 
     @property
     def num_rejected(self) -> int:
@@ -84,6 +86,7 @@ class KVSimulation:
         vocab_size: int = 2,
         max_chunk: int = 64,
     ) -> None:
+        manager.hands_copies = True
         self.manager = manager
         self.plan = plan
         self.max_model_len = max_model_len
@@ -93,6 +96,8 @@ class KVSimulation:
         self.open_steps: list[list[_Row]] = []
         self.num_hits = 0  # tokens
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (group, signature)
+        self._states: dict[int, tuple[int, int]] = {}  # block -> (group, signature of the last token)
+        self.has_states = any(group.spec.has_fixed_page for group in plan.groups)
         self._hasher = BlockHasher("sha256", plan.hash_block_size)
         self._num_added = 0
 
@@ -117,6 +122,8 @@ class KVSimulation:
             assert num_cached < request.num_tokens, "the last token has to be computed"
         start = request.num_computed_tokens + num_cached
         num_new = min(chunk, self.max_chunk, len(request.token_ids) + request.num_pending - start)
+        if num_new > 1:
+            num_new = self.manager.chunk_end(request, start, start + num_new) - start
         if start + num_new < len(request.token_ids) + request.num_pending:
             num_draft = 0  # not the last chunk
         before = self.snapshot()
@@ -131,6 +138,9 @@ class KVSimulation:
             assert cached is not None
             self.num_hits += num_cached
             request.tables = [list(table) for table in cached]
+            for group_id, group in enumerate(self.plan.groups):
+                if group.spec.has_fixed_page:  # what was found is copied, or taken
+                    request.tables[group_id] = [] if appended[group_id] else request.tables[group_id]
             request.device_computed = num_cached
             request.num_computed_tokens = request.num_confirmed_tokens = num_cached
             request.is_held = True
@@ -141,7 +151,10 @@ class KVSimulation:
         request.num_computed_tokens += num_new + num_draft
         request.num_confirmed_tokens += num_new
         self._check_tables(request)
-        return _Row(request, num_new + num_draft, num_draft, request.epoch)
+        copies = self.manager.take_copies()
+        if start > num_cached:
+            request.kept_states += [(start, target) for _, target in copies]
+        return _Row(request, num_new + num_draft, num_draft, request.epoch, copies=copies)
 
     def take_back(self, row: _Row) -> None:
         """The row will not run: its request became a victim after it was allocated."""
@@ -150,7 +163,10 @@ class KVSimulation:
         self.preempt(request)
 
     def launch(self, rows: list[_Row], choose: random.Random) -> None:
-        """The device runs the step: all rows write, then all read. The host sees the result in `retire`."""
+        """The device runs the step: blocks are copied, all rows write, then all read. The host sees the result in `retire`."""
+        for row in rows:
+            for source, target in row.copies:
+                self._put_state(target, self._states.get(source, (-1, -1)))
         written = [self._write(row, choose) for row in rows]
         for row, (start, end) in zip(rows, written, strict=True):
             self._read(row.request, start, end)
@@ -163,8 +179,13 @@ class KVSimulation:
         for row in rows:
             request = row.request
             first = request.num_computed_tokens - row.num_scheduled
+            for _, target in row.copies:
+                self._put_state(target, (-1, -1))
             for group, table in zip(self.plan.groups, request.tables, strict=True):
                 size = group.spec.block_size
+                if group.spec.has_fixed_page:
+                    self._put_state(table[0], (-1, -1))
+                    continue
                 for position in range(first, request.num_computed_tokens):
                     self._slots[table[position // size], position % size] = (-1, -1)
             self._distrust(request, first)
@@ -190,7 +211,7 @@ class KVSimulation:
         request.epoch += 1
         request.num_computed_tokens = request.num_confirmed_tokens = request.most_tokens = 0
         request.is_held = False
-        request.tables = []
+        request.tables, request.kept_states = [], []
 
     def finish(self, request: SimulatedRequest) -> None:
         self._release(request)
@@ -231,6 +252,7 @@ class KVSimulation:
         """Blocks with more than the first `num_tokens` were made findable before their KV was there."""
         for group, table in zip(self.plan.groups, self.manager.block_ids(request.request_id), strict=True):
             self.manager.evict(block_id for block_id in table[num_tokens // group.spec.block_size :] if block_id)
+        self.manager.evict(block_id for tokens, block_id in request.kept_states if tokens >= num_tokens)
 
     def _check_tables(self, request: SimulatedRequest) -> None:
         """Tables only grow: what the device was given once stays, or is null on the host by now."""
@@ -258,19 +280,41 @@ class KVSimulation:
         signatures = self._signatures(request)
         for group_id, (group, table) in enumerate(zip(self.plan.groups, request.tables, strict=True)):
             size = group.spec.block_size
+            if group.spec.has_fixed_page:
+                self._advance_state(request, group_id, start, start + num_true, signatures)
+                continue
             for position in range(start, start + row.num_scheduled):
                 is_true = position < start + num_true
                 content = (group_id, signatures[position]) if is_true else (-1, -1)  # a rejected draft
                 block_id = table[position // size]
                 assert block_id, "a token to be written has no block"
                 self._slots[block_id, position % size] = content
+                self._states.pop(block_id, None)
         request.device_computed = start + num_true
         return start, start + num_true
+
+    def _advance_state(
+        self, request: SimulatedRequest, group_id: int, start: int, end: int, signatures: Sequence[int]
+    ) -> None:
+        [block_id] = request.tables[group_id]
+        if start:
+            assert self._states.get(block_id) == (group_id, signatures[start - 1]), (
+                f"{request.request_id}, group {group_id}: block {block_id} does not hold the state behind {start} tokens"
+            )
+        self._put_state(block_id, (group_id, signatures[end - 1]))
+
+    def _put_state(self, block_id: int, content: tuple[int, int]) -> None:
+        """A state takes the whole block."""
+        self._states[block_id] = content
+        for place in [place for place in self._slots if place[0] == block_id]:
+            del self._slots[place]
 
     def _read(self, request: SimulatedRequest, start: int, end: int) -> None:
         signatures = self._signatures(request)
         for group_id, (group, table) in enumerate(zip(self.plan.groups, request.tables, strict=True)):
             size = group.spec.block_size
+            if group.spec.has_fixed_page:
+                continue
             for position in range(_first_read(group.spec, start), end):
                 found = self._slots.get((table[position // size], position % size))
                 assert found == (group_id, signatures[position]), (
@@ -329,7 +373,7 @@ def _random_rows(simulation: KVSimulation, rng: random.Random) -> Iterator[_Row]
             continue
         was_held = request.is_held
         room = simulation.max_model_len - len(request.token_ids) - request.num_pending - 1
-        drafts = min(rng.choice([0, 0, 1, 3]), max(room, 0))
+        drafts = 0 if simulation.has_states else min(rng.choice([0, 0, 1, 3]), max(room, 0))
         row = simulation.allocate(request, rng.choice([1, 3, 7, 64]), drafts, rng.choice([0, 0, 2]))
         if row is None:
             continue

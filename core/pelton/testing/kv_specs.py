@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pelton.kv_cache.planner import plan_kv_cache
-from pelton.kv_cache.spec import ChunkedLocalSpec, FullAttentionSpec, KVCachePlan, KVCacheSpec, SlidingWindowSpec
+from pelton.kv_cache.spec import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVCachePlan,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 BLOCK_SIZE = 4
 
@@ -26,6 +33,11 @@ def chunked_spec(chunk: int, block_size: int = BLOCK_SIZE) -> ChunkedLocalSpec:
     )
 
 
+def state_spec(block_size: int = BLOCK_SIZE) -> MambaSpec:
+    """As large as a block of `full_spec(block_size)`."""
+    return MambaSpec(block_size=block_size, state_bytes=full_spec(block_size).page_size_bytes)
+
+
 def make_plan(specs: Sequence[KVCacheSpec], num_blocks: int, max_model_len: int = 1) -> KVCachePlan:
     """A layer of each spec, and so a group; `num_blocks` with the null block."""
     layers = {f"layer.{i}": spec for i, spec in enumerate(specs)}
@@ -43,3 +55,10 @@ LAYER_KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
     "full+chunked": (full_spec(), chunked_spec(6)),
     "full+window-of-other-size": (full_spec(num_kv_heads=2), window_spec(9)),  # blocks of 4 and of 8 tokens
 }
+STATE_KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "state": (state_spec(),),
+    "full+state": (full_spec(), state_spec()),
+    "full+2-equal-states": (full_spec(), state_spec(), state_spec()),
+    "full+window+state": (full_spec(), window_spec(6), state_spec()),
+}
+"""Such layers take no drafts."""

@@ -17,11 +17,12 @@ from torch import Tensor
 from pelton.errors import ConfigError
 from pelton.lora.layers import AdapterLayer, BaseProduct
 from pelton.lora.op import AdaptedNeeds, AdaptedTensors, Lora, LoraNeeds, LoraTensors
-from pelton.lora.rows import AdapterRows
+from pelton_platforms.device.adapter_rows import AdapterRows
 
 if TYPE_CHECKING:
     from pelton.config import EngineConfig, LoRAConfig
     from pelton.layers.norm import RMSNorm
+    from pelton.lora.rows import AdapterRowTensors
     from pelton.model.build import BuildConfig
     from pelton.quantization.interface import LinearShard
 
@@ -50,7 +51,7 @@ class AdapterPart:
 class AdapterMemory:
     """A worker's `AdapterLayers`."""
 
-    def __init__(self, config: LoRAConfig, rows: AdapterRows) -> None:
+    def __init__(self, config: LoRAConfig, rows: AdapterRowTensors) -> None:
         self.rows = rows
         self.num_slots, self.max_rank = config.max_loras, config.max_lora_rank
         self.rank = max(1 << (config.max_lora_rank - 1).bit_length(), _LEAST_RANK)

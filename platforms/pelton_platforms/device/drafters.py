@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     from pelton.config import EngineConfig
     from pelton.entries import Entry
     from pelton.plugins import Plugins
-    from pelton_platforms.device.worker import DeviceWorker
+    from pelton_platforms.device.loaded import LoadedModel
 
 HOOK = "pelton_draft_proposers"
 
 
-def make_drafter(worker: DeviceWorker) -> Drafter | None:
+def make_drafter(loaded: LoadedModel) -> Drafter | None:
     """Make it once the model's modules are there; None where drafts come from elsewhere. Raises `ConfigError` where the worker, or the
     drafter, does not go with the settings."""
-    entry = find_drafter(worker.config, worker.plugins)
+    entry = find_drafter(loaded.config, loaded.plugins)
     if entry is None:
         return None
-    _check_ranks(entry, worker.config)
-    if worker.model_info.is_pooling:
+    _check_ranks(entry, loaded.config)
+    if loaded.info.is_pooling:
         raise ConfigError(f"speculative_config.method is {entry.name!r}, and the model is run to pool. Leave it out.")
-    kernel = worker.config.compilation.step_kernel
+    kernel = loaded.config.compilation.step_kernel
     if kernel not in (None, NO_KERNEL):
         raise ConfigError(
             f"step_kernel is {kernel!r}, which leaves a drafter no hidden states, and speculative_config.method is {entry.name!r}. Leave "
             "one of them out."
         )
     context = DrafterContext(
-        config=worker.config.speculative, engine_config=worker.config, info=worker.model_info, model=worker.model,
-        build=worker.build, plugins=worker.plugins,
+        config=loaded.config.speculative, engine_config=loaded.config, info=loaded.info, model=loaded.model,
+        build=loaded.build, plugins=loaded.plugins,
     )  # fmt: skip
     drafter = make(entry, Drafter, context).eval()  # type: ignore[type-abstract]
-    worker.choices = {**worker.choices, "drafts": f"{entry.name}, up to {drafter.num_drafts} a row"}
+    loaded.choices["drafts"] = f"{entry.name}, up to {drafter.num_drafts} a row"
     return drafter
 
 

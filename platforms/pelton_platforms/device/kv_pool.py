@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,12 @@ class KVPool:
             described.append(f"{layer.name}: {layer.kind} {', '.join(views)}")
         return "; ".join(described)
 
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks; all are read before one is written. int64, on the pages' device."""
+        for page in self.pages:
+            words = page.view(torch.int64) if page.shape[1] % 8 == 0 else page
+            words.index_copy_(0, targets, words.index_select(0, sources))
+
     def zero_blocks(self, block_ids: Tensor) -> None:
         """block_ids: int64, on the pages' device."""
         for page in self.pages:
@@ -67,6 +73,18 @@ class KVPool:
                 page.view(torch.int64) if page.shape[1] % 8 == 0 else page
             )  # byte by byte it takes ten times as long
             words.index_fill_(0, block_ids, 0)
+
+
+def copies_at_once(copies: Sequence[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:
+    """(sources, targets) of runs of copies in which none reads or writes what one before it has written."""
+    run: dict[int, int] = {}  # target -> source
+    for source, target in copies:
+        if source in run or target in run:
+            yield list(run.values()), list(run)
+            run = {}
+        run[target] = source
+    if run:
+        yield list(run.values()), list(run)
 
 
 def handed_blocks(output: SchedulerOutput, block_sizes: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""A model's weights, by the loader of its checkpoint's form."""
+"""A model's weights, by the loader of its checkpoint's form, and a drafter's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ def load_weights(loaded: LoadedModel, phase_s: dict[str, float]) -> int:
         loaded.build.ops.weights_loaded()
         if hasattr(loaded.model, "weights_loaded"):
             loaded.model.weights_loaded()
-    adapters = 0 if loaded.adapters is None else loaded.adapters.layers.num_bytes
-    return module_bytes(loaded.model) + adapters
+    num_bytes = module_bytes(loaded.model) + (0 if loaded.adapters is None else loaded.adapters.layers.num_bytes)
+    if loaded.drafter is None:
+        return num_bytes
+    with phase("load draft weights", phase_s):
+        loaded.drafter.load_weights()
+    return num_bytes + module_bytes(loaded.drafter)
 
 
 def _make_loader(loaded: LoadedModel) -> WeightLoader:

@@ -29,6 +29,8 @@ class LoadedModel:
     info: ResolvedModel
     platform: Platform
     plugins: Plugins
+    rank: int
+    """Of the device on this host."""
     build: BuildConfig
     model: Any
     """A `CausalLM`, or a `PoolingModel`."""
@@ -43,5 +45,8 @@ class LoadedModel:
     drafter: Drafter | None = None
     """Makes drafts from weights of its own; None: there are none, or they come from elsewhere."""
     graph_limits: GraphLimits = field(default_factory=GraphLimits)
+    """Of all stages."""
+    choices: dict[str, str]
+    """What plugins chose, by name: rows of the start table."""
     notes: list[str]
     """Notes for the operator on settings that were changed at the start."""

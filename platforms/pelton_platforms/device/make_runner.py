@@ -27,17 +27,21 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
     bound = bind_caches(plan, loaded.build)
     caches = [LayerCache(one.name, one.group_id, one.views, type(one.spec).__name__) for one in bound.layers]
     pool = KVPool(plan.num_blocks, caches)
+    specs, max_model_len = [group.spec for group in plan.groups], loaded.info.max_model_len
     state = BatchState(
         max_num_seqs=loaded.max_num_seqs,
-        max_model_len=loaded.info.max_model_len,
+        max_model_len=max_model_len,
         vocab_size=loaded.info.vocab_size,
-        block_sizes=[group.spec.block_size for group in plan.groups],
+        block_sizes=[max_model_len if spec.has_fixed_page else spec.block_size for spec in specs],
         num_side_slots=config.scheduler.num_side_slots(loaded.max_num_seqs),
         device=loaded.device,
         num_parts=num_parts,
     )
     state.host.processors = make_processors(loaded)
-    buffers = InputBuffers(state, max_num_tokens=loaded.max_num_tokens, kernel_block_sizes=bound.kernel_block_sizes)
+    # A state is one block, however long its request is.
+    pairs = zip(specs, bound.kernel_block_sizes, strict=True)
+    kernel_sizes = [max_model_len if spec.has_fixed_page else size for spec, size in pairs]
+    buffers = InputBuffers(state, max_num_tokens=loaded.max_num_tokens, kernel_block_sizes=kernel_sizes)
     step_ops = StepOps(ops, state, buffers)
     parallel = loaded.build.parallel
     step_ops.context = parallel.context

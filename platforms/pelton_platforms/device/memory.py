@@ -9,10 +9,9 @@ import torch
 from pelton.attention.metadata import ForwardBatch
 from pelton.errors import ConfigError
 from pelton.kv_cache.planner import plan_groups
-from pelton.sampling.side_tables import side_table_bytes
+from pelton_platforms.device.steps.side_tables import side_table_bytes
 
 if TYPE_CHECKING:
-    from pelton.config.kv_cache import KVCacheConfig
     from pelton.kv_cache.spec import KVCachePlan
     from pelton_platforms.device.graphs.graph_runner import GraphRunner
     from pelton_platforms.device.loaded import LoadedModel
@@ -107,9 +106,9 @@ class StepMemory:
                 f"num_gpu_blocks_override, kv_cache_memory_bytes or max_num_batched_tokens lower ({str(error).splitlines()[0]})"
             )
 
-    def why_no_cache(self, plan: KVCachePlan, kv_cache: KVCacheConfig, error: MemoryError) -> ConfigError:
+    def why_no_cache(self, plan: KVCachePlan, error: MemoryError) -> ConfigError:
         """Say which setting asks for a cache of `plan` that cannot be allocated."""
-        num_bytes = sum(tensor.size_bytes for tensor in plan.tensors)
+        kv_cache, num_bytes = self._loaded.config.kv_cache, sum(tensor.size_bytes for tensor in plan.tensors)
         names = ("num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization")
         name = next(name for name in names if getattr(kv_cache, name) is not None)
         room = self._room

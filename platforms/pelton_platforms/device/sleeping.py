@@ -31,6 +31,7 @@ KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 class Sleep:
     """Begins when it is made. No step comes until `wake_up` has returned True."""
 
+    @torch.inference_mode()
     def __init__(self, worker: DeviceWorker, level: int) -> None:
         if worker.runner.connectors:
             names = ", ".join(worker.runner.connectors)
@@ -62,8 +63,11 @@ class Sleep:
             worker.platform.synchronize()
             torch.cuda.empty_cache()
 
+    @torch.inference_mode()
     def wake_up(self, tags: Collection[str]) -> bool:
         """Bring back what `tags` name, all when there are none; True when nothing is left to bring."""
+        if not self._left:
+            return True
         if unknown := set(tags) - set(TAGS):
             raise RequestError(f"tags has {', '.join(sorted(unknown))}; use {' and '.join(TAGS)}.", param="tags")
         wanted = self._left & set(tags or TAGS)
@@ -82,7 +86,7 @@ class Sleep:
 
     def _bring_weights(self) -> None:
         worker = self._worker
-        if "model" not in worker.__dict__:
+        if "loaded" not in worker.__dict__:
             worker.load_model()
             if self._adapters is not None:
                 store, slots = self._adapters
@@ -103,8 +107,8 @@ def _device_storages(worker: DeviceWorker) -> list[torch.UntypedStorage]:
         return []
     model: Any = worker.model  # a module
     tensors = [*model.parameters(), *model.buffers()]
-    if worker.drafter is not None:
-        tensors += [*worker.drafter.parameters(), *worker.drafter.buffers()]
+    if (drafter := worker.loaded.drafter) is not None:
+        tensors += [*drafter.parameters(), *drafter.buffers()]
     if worker.adapters is not None and worker.adapters.layers.slots is not None:
         tensors.append(worker.adapters.layers.slots)
     return list(

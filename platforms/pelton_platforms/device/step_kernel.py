@@ -12,15 +12,15 @@ from pelton.plugins import calling
 from pelton.worker.step_kernel import NO_KERNEL, StepKernel, StepNeeds
 
 if TYPE_CHECKING:
-    from pelton_platforms.device.worker import DeviceWorker
+    from pelton_platforms.device.loaded import LoadedModel
 
 
-def make_step_kernel(worker: DeviceWorker) -> StepKernel | None:
+def make_step_kernel(loaded: LoadedModel) -> StepKernel | None:
     """Make it once the model's modules are there, before their weights. The start table names it; notes say why others refuse."""
-    platform, build, info = worker.platform, worker.build, worker.model_info
-    entries = worker.plugins.entries("pelton_step_kernels", device_type=platform.device_type)
-    named = worker.config.compilation.step_kernel
-    if info.pooling is not None or worker.parallel.stages is not None or not (entries or named):
+    platform, build, info = loaded.platform, loaded.build, loaded.info
+    entries = loaded.plugins.entries("pelton_step_kernels", device_type=platform.device_type)
+    named = loaded.config.compilation.step_kernel
+    if info.pooling is not None or build.parallel.stages is not None or not (entries or named):
         return None
     needs = StepNeeds(
         architecture=info.architecture,
@@ -28,22 +28,22 @@ def make_step_kernel(worker: DeviceWorker) -> StepKernel | None:
         device_type=platform.device_type,
         dtype=build.dtype_name,
         block_size=build.block_size,
-        max_num_seqs=worker.max_num_seqs,
-        capability=platform.capability(worker.rank),
+        max_num_seqs=loaded.max_num_seqs,
+        capability=platform.capability(loaded.rank),
         kv_dtype=build.kv_dtype,
         quantization=build.quantization.name,
         tp_size=build.parallel.size,
         has_adapters=build.adapters is not None,
     )
     found, refused = select_step_kernel(entries, needs, named)
-    worker.notes.extend(f"step kernel {reason}" for reason in refused)
+    loaded.notes.extend(f"step kernel {reason}" for reason in refused)
     if found is None:
         return None
     entry, kernel_class = found
     with calling(entry):
-        kernel = kernel_class(worker.model, build)
+        kernel = kernel_class(loaded.model, build)
     build.ops.read_by(kernel)
-    worker.choices = {**worker.choices, "step kernel": entry.name}
+    loaded.choices["step kernel"] = entry.name
     return kernel
 
 

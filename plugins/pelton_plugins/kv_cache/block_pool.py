@@ -196,6 +196,16 @@ class BlockPool:
         last.next, ends.prev = ends, last
         self.num_free += num_freed
 
+    def free_first(self, block_ids: Iterable[int]) -> None:
+        """Let go of blocks that one request holds and nobody finds: they are handed out before all others."""
+        for block_id in block_ids:
+            block, after = self.blocks[block_id], self._ends.next
+            assert block.ref_cnt == 1 and block.block_hash is None, f"block {block_id} is shared, or can be found"
+            block.ref_cnt = 0
+            block.prev, block.next = self._ends, after
+            self._ends.next = after.prev = block
+            self.num_free += 1
+
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """How many of these are free now: touching them takes so many from the free list."""
         blocks = self.blocks
@@ -224,7 +234,7 @@ class BlockPool:
         return [entry if isinstance(entry, int) else next(iter(entry)) for entry in entries if entry is not None]
 
     def cache_full_blocks(self, block_id: int, block_hash: bytes, group_id: int) -> None:
-        """Put a held, full block into the index. A block that is there already stays as it is."""
+        """Put a full block into the index. A block that is there already stays as it is."""
         block = self.blocks[block_id]
         if block_hash == block.block_hash or block_id == NULL_BLOCK:
             return
@@ -240,6 +250,13 @@ class BlockPool:
         else:
             entry[block_id] = None
             block.is_duplicate = True
+
+    def rename(self, block_ids: Iterable[int], block_hash: bytes) -> None:
+        """Have blocks that are in the index found by another hash."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            self._unindex(block)
+            self.cache_full_blocks(block_id, block_hash, block.group_id)
 
     def evict(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the index; holders keep them, free ones stay free."""

@@ -20,6 +20,10 @@ class Coordinator(ABC):
     def __init__(self, managers: Sequence[SingleTypeManager]) -> None:
         self.managers = managers
         self.num_groups = sum(len(manager.group_ids) for manager in managers)
+        self.alignment = math.lcm(*(manager.block_size for manager in managers))
+        """Every hit is a multiple of so many tokens."""
+        self.num_shared = 0
+        """Tokens of the last look-up that layers which keep every token have found, whatever the others had."""
 
     @abstractmethod
     def longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[BlockIds, int]:
@@ -54,12 +58,11 @@ class HybridCoordinator(Coordinator):
 
     def __init__(self, managers: Sequence[SingleTypeManager]) -> None:
         super().__init__(managers)
-        self._alignment = math.lcm(*(manager.block_size for manager in managers))
         self._in_order = sorted(managers, key=lambda manager: not manager.hits_are_prefixes)
 
     def longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[BlockIds, int]:
         hits: dict[SingleTypeManager, tuple[list[list[int]], int]] = {}
-        length = max_tokens // self._alignment * self._alignment
+        length = max_tokens // self.alignment * self.alignment
         agreed = False
         while not agreed:
             agreed = True
@@ -67,10 +70,11 @@ class HybridCoordinator(Coordinator):
                 known = hits.get(manager)
                 if known is not None and (known[1] == length or manager.hits_are_prefixes):
                     continue
-                hits[manager] = manager.longest_hit(block_hashes, length, self._alignment)
+                hits[manager] = manager.longest_hit(block_hashes, length, self.alignment)
                 if hits[manager][1] < length:
                     length = hits[manager][1]
                     agreed = False
+        self.num_shared = min((hits[manager][1] for manager in hits if manager.hits_are_prefixes), default=0)
         tables: list[list[int]] = [[] for _ in range(self.num_groups)]
         for manager, (found, _) in hits.items():
             num_places = length // manager.block_size

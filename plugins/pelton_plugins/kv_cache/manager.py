@@ -24,12 +24,13 @@ from pelton_plugins.kv_cache.single_type import (
     TypeBlocks,
     make_managers,
 )
+from pelton_plugins.kv_cache.states import RequestStates, StateKeeper
 
 
 class _Held:
     """The blocks of one request. The three thresholds are set when its first blocks are there."""
 
-    __slots__ = ("by_type", "next_full", "next_passed", "room")
+    __slots__ = ("by_type", "next_full", "next_passed", "room", "states")
 
     room: int
     next_full: int
@@ -37,6 +38,7 @@ class _Held:
 
     def __init__(self, by_type: list[TypeBlocks]) -> None:
         self.by_type = by_type  # one for each single-type manager
+        self.states: RequestStates | None = None  # None: none are kept
 
 
 class PagedKVCacheManager(KVCacheManager):
@@ -67,6 +69,13 @@ class PagedKVCacheManager(KVCacheManager):
         self._caches_blocks = self._coordinator.caches_blocks
         self._held: dict[str, _Held] = {}
         self._nothing: BlockIds = tuple([] for _ in specs)
+        state_groups = [group for manager in self._managers if manager.copies_hits for group in manager.group_ids]
+        self._keeper: StateKeeper | None = None
+        if state_groups and self._caches_blocks:
+            alignment = self._coordinator.alignment
+            self._keeper = StateKeeper(
+                state_groups, self.pool, alignment=alignment, hash_block_size=plan.hash_block_size
+            )
         # Of most models: one group that keeps every token. A request then grows by a block now and then, and that is all.
         is_simple = len(specs) == 1 and type(self._managers[0]) is FullAttentionManager
         self._simple_block_size = specs[0].block_size if is_simple else 0
@@ -80,9 +89,25 @@ class PagedKVCacheManager(KVCacheManager):
         )  # fmt: skip
 
     def lookup(self, request: CacheableRequest) -> tuple[BlockIds, int]:
-        if request.skip_prefix_lookup or not self._caches_blocks:
+        keeper = self._keeper
+        is_useless = keeper is not None and not self.hands_copies
+        if request.skip_prefix_lookup or not self._caches_blocks or is_useless:
             return tuple([] for _ in self._nothing), 0
-        return self._coordinator.longest_hit(request.block_hashes, request.num_tokens - 1)
+        hit = self._coordinator.longest_hit(request.block_hashes, request.num_tokens - 1)
+        if keeper is not None:
+            keeper.note_shared(request, self._coordinator.num_shared)
+        return hit
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        return [] if self._keeper is None else self._keeper.take_copies()
+
+    def chunk_end(self, request: CacheableRequest, start: int, end: int) -> int:
+        keeper = self._keeper
+        if keeper is None or not self.hands_copies:
+            return end
+        held = self._held.get(request.request_id)
+        wanted = keeper.wanted(request) if held is None or held.states is None else held.states.wanted
+        return next((place for place in wanted if start < place < end), end)
 
     def allocate(
         self,
@@ -108,8 +133,15 @@ class PagedKVCacheManager(KVCacheManager):
             num_confirmed = request.num_confirmed_tokens
         reach = min(end + num_lookahead_tokens, self._max_model_len)
         num_full = end if end < num_known else num_known
+        keeps_state = False
         if held is not None:
-            if reach <= held.room and num_confirmed < held.next_passed and num_full < held.next_full:
+            keeps_state = held.states is not None and request.num_computed_tokens >= held.states.next
+            if (
+                reach <= held.room
+                and num_confirmed < held.next_passed
+                and num_full < held.next_full
+                and not keeps_state
+            ):
                 return self._nothing
             if held.room < reach <= held.room + self._simple_block_size:
                 appended = self._add_block(held)
@@ -120,36 +152,71 @@ class PagedKVCacheManager(KVCacheManager):
             appended = self._start(held, reach, num_confirmed, cached_blocks or self._nothing)
             if appended is not None:
                 self._held[request.request_id] = held
+                if self._keeper is not None and self.hands_copies:
+                    held.states = RequestStates(self._keeper.wanted(request))
+                    self._keeper.plan_next(held.states, end - num_new_tokens)
         if appended is None:
             return None
+        if keeps_state:
+            self._keep_state(held, request)
         if not delay_caching and num_full >= held.next_full:
             self._cache_full_blocks(held, request.block_hashes, num_full)
         return appended
 
     def _start(self, held: _Held, reach: int, num_confirmed: int, cached: BlockIds) -> BlockIds | None:
-        """A request's first blocks: those that were found, and new ones."""
+        """A request's first blocks: those that were found, new ones, and new ones for copies of what was found."""
         num_missing = 0
         firsts = []
         needed: list[list[int]] = []
+        sources: list[int] = []
         for manager in self._managers:
             first = manager.first_needed_place(num_confirmed)
             firsts.append(first)
-            num_found = len(cached[manager.group_ids[0]])
+            found = [cached[group_id] for group_id in manager.group_ids]
+            num_found = 0 if manager.copies_hits else len(found[0])
             num_missing += manager.num_missing(num_found, manager.num_places(reach), first)
-            needed += (cached[group_id][first:] for group_id in manager.group_ids)
-        num_free = self.pool.num_free
-        if num_missing + sum(map(len, needed)) > num_free:  # not all of them need be free
+            if manager.copies_hits:
+                sources += (block_id for table in found for block_id in table)
+            else:
+                needed += (table[first:] for table in found)
+        num_free, num_kept = self.pool.num_free, len(sources)
+        if num_missing + num_kept + sum(map(len, needed)) > num_free:  # not all of them need be free
             num_missing += sum(map(self.pool.num_free_among, needed))
             if num_missing > num_free:
                 return None
+            if num_missing + num_kept > num_free:
+                num_kept = 0
+        self.pool.touch(sources)  # so that none of them is handed out
+        if not num_kept:
+            self.pool.evict(sources)  # the request takes them instead of copies
         for manager, first in zip(self._managers, firsts, strict=True):
             # A copy: tables are ours, and blocks that external tokens push out of a window are not taken.
-            blocks = TypeBlocks([list(cached[group_id]) for group_id in manager.group_ids])
+            copies = manager.copies_hits and num_kept > 0
+            blocks = TypeBlocks([[] if copies else list(cached[group_id]) for group_id in manager.group_ids])
             manager.let_pass(blocks, first)
-            for table in blocks.tables:
-                self.pool.touch(table)
+            if not manager.copies_hits:
+                for table in blocks.tables:
+                    self.pool.touch(table)
             held.by_type.append(blocks)
-        return self._grow(held, reach)
+        appended = self._grow(held, reach)
+        if num_kept and self._keeper is not None:
+            self._keeper.copy(sources, self._running_states(held))
+            self.pool.free(sources)
+        return appended
+
+    def _running_states(self, held: _Held) -> list[int]:
+        """The blocks of its states, a group after the other."""
+        types = zip(self._managers, held.by_type, strict=True)
+        return [block_id for manager, blocks in types if manager.copies_hits for (block_id,) in blocks.tables]
+
+    def _keep_state(self, held: _Held, request: CacheableRequest) -> None:
+        """Have the state of the computed tokens kept, where it is wanted: the step that is allocated for changes it."""
+        states, keeper, num_computed = held.states, self._keeper, request.num_computed_tokens
+        assert states is not None and keeper is not None
+        if num_computed == states.next and request.num_confirmed_tokens == num_computed:
+            keeper.keep(states, self._running_states(held), request.block_hashes, num_computed)
+            held.next_full = min(held.next_full, states.unnamed_at)
+        keeper.plan_next(states, num_computed)
 
     def _extend(self, held: _Held, reach: int, num_confirmed: int) -> BlockIds | None:
         """More blocks for a request that has some; those that left a window go back first."""
@@ -203,12 +270,16 @@ class PagedKVCacheManager(KVCacheManager):
             return
         for manager, blocks in zip(self._managers, held.by_type, strict=True):
             manager.cache_full_blocks(blocks, block_hashes, num_tokens)
+        if held.states is not None and self._keeper is not None:
+            self._keeper.name(held.states, block_hashes)
         self._set_next_full(held)
 
     def _set_next_full(self, held: _Held) -> None:
         if self._caches_blocks:
             types = zip(self._managers, held.by_type, strict=True)
             held.next_full = min(manager.tokens_until_full(blocks) for manager, blocks in types)
+            if held.states is not None:
+                held.next_full = min(held.next_full, held.states.unnamed_at)
         else:
             held.next_full = NEVER
 
@@ -222,13 +293,18 @@ class PagedKVCacheManager(KVCacheManager):
         held = self._held.pop(request_id, None)
         if held is None:
             return
-        tables = [table for blocks in held.by_type for table in blocks.tables]
+        types = zip(self._managers, held.by_type, strict=True)
+        tables = [table for manager, blocks in types if not manager.copies_hits for table in blocks.tables]
         if len(tables) == 1:
             self.pool.free(reversed(tables[0]))
-            return
-        # All groups' tails before any group's head: a prefix is a hit only where every group still has it.
-        rows = list(zip_longest(*tables, fillvalue=NULL_BLOCK))
-        self.pool.free(block_id for row in reversed(rows) for block_id in row)
+        else:
+            # All groups' tails before any group's head: a prefix is a hit only where every group still has it.
+            rows = list(zip_longest(*tables, fillvalue=NULL_BLOCK))
+            self.pool.free(block_id for row in reversed(rows) for block_id in row)
+        if len(tables) < len(self._nothing):
+            self.pool.free_first(self._running_states(held))
+            if held.states is not None and self._keeper is not None:
+                self._keeper.end(held.states)
 
     def block_ids(self, request_id: str) -> BlockIds:
         held = self._held.get(request_id)

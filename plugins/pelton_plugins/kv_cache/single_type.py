@@ -36,6 +36,8 @@ class SingleTypeManager(ABC):
     supports_prefix_cache: ClassVar[bool] = True
     hits_are_prefixes: ClassVar[bool] = False
     """Every shorter prefix of a hit is a hit: asked first, and never twice."""
+    copies_hits: ClassVar[bool] = False
+    """What is found is copied to a block of the request's own."""
 
     def __init__(self, spec: Any, group_ids: Sequence[int], pool: BlockPool, hash_block_size: int) -> None:
         self.spec = spec
@@ -212,9 +214,9 @@ class ChunkedLocalManager(WindowManager):
 
 
 class MambaManager(SingleTypeManager):
-    """One block holds the whole state, from the first token to the last; a state is not found again."""
+    """One block holds the whole state, from the first token to the last. A hit is the longest prefix whose state is kept."""
 
-    supports_prefix_cache = False
+    copies_hits = True
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
         return 0
@@ -231,7 +233,18 @@ class MambaManager(SingleTypeManager):
     def longest_hit(
         self, block_hashes: Sequence[bytes], max_tokens: int, alignment: int
     ) -> tuple[list[list[int]], int]:
+        """The table of each group is the one block to be copied."""
+        step = alignment // self.block_size
+        for end in range(self._num_full_places(block_hashes, max_tokens) // step * step, 0, -step):
+            if (found := self._find(block_hashes, end - 1)) is not None:
+                return [[block_id] for block_id in found], end * self.block_size
         return [[] for _ in self.group_ids], 0
+
+    def cache_full_blocks(self, blocks: TypeBlocks, block_hashes: Sequence[bytes], num_tokens: int) -> None:
+        """A running state is not found."""
+
+    def tokens_until_full(self, blocks: TypeBlocks) -> int:
+        return NEVER
 
 
 ManagerEntry = tuple[type[KVCacheSpec], type[SingleTypeManager]]

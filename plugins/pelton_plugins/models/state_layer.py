@@ -94,7 +94,7 @@ class StateLayer(nn.Module):
     def keep(self, *states: State, num_heads: int, num_groups: int, head_dim: int) -> None:
         """States by `state_names`. The rest is for the layer's needs. Enters the layer; call it last."""
         config, self._states = self._config, states
-        self._block_size = config.max_model_len
+        self._block_size = config.block_size
         del self._config
         self.needs = AttentionNeeds(
             head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_groups, block_size=config.block_size,

@@ -105,12 +105,14 @@ class Admission:
         )  # fmt: skip
         if new_ids is None:
             return self._parts.preemption.make_room_for_head(request, step)
+        copies = self._kv.take_copies()
         self._count_found(request, start, num_external)
         self._table.run(request)
         block_ids = self._kv.block_ids(request.request_id)
-        self._allocations.start(request, block_ids, start + num_new, is_cached_now=not delay_caching)
+        self._allocations.start(request, block_ids, start + num_new, copies, is_cached_now=not delay_caching)
         if num_external:
             self._transfers.bring(request, block_ids, num_external)
+        step.copies += copies
         step.new.append(_describe(request, block_ids))
         step.take_row(request, num_new)
         return True
@@ -121,7 +123,7 @@ class Admission:
         # One that was preempted may have outgrown a whole step, and is then cut even without chunked prefill.
         if not self._parts.config.enable_chunked_prefill and num_new <= self._max_num_batched_tokens:
             return num_new if num_new <= step.budget else 0
-        num_first = min(self._parts.share(request, num_new), step.budget)
+        num_first = min(self._parts.share(request, start, num_new), step.budget)
         if num_first == num_new and step.takes_short(num_new, start):
             return num_new
         return max(min(num_first, step.prefill_room(start)), 0)

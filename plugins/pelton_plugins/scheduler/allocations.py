@@ -48,9 +48,19 @@ class Allocations:
 
     # Taken.
 
-    def start(self, request: RequestState, block_ids: BlockIds, num_tokens: int, *, is_cached_now: bool) -> None:
-        """The first blocks of a request, with room for `num_tokens`."""
+    def start(
+        self,
+        request: RequestState,
+        block_ids: BlockIds,
+        num_tokens: int,
+        copies: Sequence[tuple[int, int]],
+        *,
+        is_cached_now: bool,
+    ) -> None:
+        """The first blocks of a request, with room for `num_tokens`. copies: of states that were found."""
         request.tables = [list(ids) for ids in block_ids]
+        # Their last token is known to be good, as those of found blocks are.
+        request.kept_states = [(request.num_computed_tokens - 1, source) for source, _ in copies]
         self._note_capacity(request, num_tokens)
         if is_cached_now:
             self._note_cached(request, num_tokens)
@@ -68,6 +78,9 @@ class Allocations:
 
     def append(self, request: RequestState, new_ids: BlockIds, num_new: int, num_draft: int, step: StepBuilder) -> None:
         """Enter what was allocated for these tokens, and tell the workers."""
+        if copies := self._kv.take_copies():
+            step.copies += copies
+            request.kept_states += [(request.num_computed_tokens, target) for _, target in copies]
         for group, ids in enumerate(new_ids):
             if ids:
                 table = request.tables[group]

@@ -16,7 +16,7 @@ window since, and a request that only had such a block long ago is computed agai
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pelton.kv_cache.interface import KVCacheManager
 from pelton_plugins.scheduler.request import RequestState
@@ -31,6 +31,8 @@ class BlockUse:
     last_step_id: int
     tables: Sequence[Sequence[int]]
     """Per group."""
+    kept_states: Sequence[tuple[int, int]] = ()
+    """(tokens, block): states that it has found, or that are kept of it."""
     num_valid: int = 0
     """Leading tokens whose KV is known to be good: found, or computed by steps of which a result has told."""
 
@@ -39,7 +41,8 @@ class BlockUse:
         if not self.tables:
             return set()
         pairs = zip(block_sizes, self.tables, strict=True)
-        return {block_id for size, table in pairs for block_id in table[num_tokens // size :]} - {0}
+        found = {block_id for size, table in pairs for block_id in table[num_tokens // size :]} - {0}
+        return found | {block_id for tokens, block_id in self.kept_states if tokens >= num_tokens}
 
     def first_token_in(self, block_ids: set[int], block_sizes: Sequence[int]) -> int | None:
         """Return the first token that one of these blocks holds, None when the request uses none of them."""
@@ -49,6 +52,7 @@ class BlockUse:
             for place, block_id in enumerate(table)
             if block_id in block_ids
         ]
+        places += [tokens for tokens, block_id in self.kept_states if block_id in block_ids]
         return min(places, default=None)
 
 
@@ -66,7 +70,7 @@ class InvalidBlocks:
             num_valid = request.num_found_tokens
             if request.has_valid_output:
                 num_valid = self._steps.computed_before(request, retired + 1)
-            self._given_up.append(BlockUse(request, request.last_step_id, request.tables, num_valid))
+            self._given_up.append(replace(_use_of(request), num_valid=num_valid))
 
     def retire(self) -> None:
         """Forget what was given up under steps that are over."""
@@ -80,19 +84,23 @@ class InvalidBlocks:
     def evict_readers(self, block_ids: Iterable[int], requests: Iterable[RequestState]) -> list[BlockUse]:
         """Nobody finds these blocks, nor what was computed from them. Return the uses that are touched, among those of the requests
         and those that were given up."""
-        uses = [BlockUse(request, request.last_step_id, request.tables) for request in requests]
+        uses = [_use_of(request) for request in requests]
         bad, touched = find_readers(block_ids, [*self._given_up, *uses], self._block_sizes)
         self._kv.evict(bad)
         return touched
 
     def blocks_from(self, request: RequestState, num_tokens: int) -> set[int]:
         """Return the blocks that hold the request's tokens after the first `num_tokens`."""
-        return BlockUse(request, request.last_step_id, request.tables).blocks_from(num_tokens, self._block_sizes)
+        return _use_of(request).blocks_from(num_tokens, self._block_sizes)
 
     def given_up_under(self, step_id: int, request: RequestState | None = None) -> set[int]:
         """Return the blocks that were given up, by this request or any, while this step was open, and that no result has told of."""
         uses = [use for use in self._given_up if use.last_step_id >= step_id and request in (None, use.request)]
         return set[int]().union(*(use.blocks_from(use.num_valid, self._block_sizes) for use in uses))
+
+
+def _use_of(request: RequestState) -> BlockUse:
+    return BlockUse(request, request.last_step_id, request.tables, request.kept_states)
 
 
 def find_readers(

@@ -90,6 +90,7 @@ class KVTransfers:
         )  # fmt: skip
         if new_ids is None:
             return False
+        step.copies += self._kv.take_copies()
         block_ids = self._kv.block_ids(request.request_id)
         request.status = RequestStatus.RECEIVING
         request.tables = [list(ids) for ids in block_ids]

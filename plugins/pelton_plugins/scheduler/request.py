@@ -40,6 +40,7 @@ class RequestState:
         "grammar_job",
         "has_valid_output",
         "is_remote_ready",
+        "kept_states",
         "kv_transfer_params",
         "last_step_id",
         "late_mask_at",
@@ -113,6 +114,9 @@ class RequestState:
         self.side_slot = -1
         self.capacity = 0  # tokens that the held blocks have room for
         self.tables: list[list[int]] = []  # block table per group as the workers have it: it only grows
+        self.kept_states: list[
+            tuple[int, int]
+        ] = []  # (tokens, block) of states that it has found, or that are kept of it
         self.block_hashes: list[bytes] = []
         self.packed_token_ids = b""  # `pack_tokens` of the known tokens, while it is admitted
         self.extra_hashes: dict[int, list[str]] | None = None  # of items and embeddings, by block; None: not hashed yet
@@ -208,6 +212,7 @@ class RequestState:
         self.num_cached_blocks = 0
         self.capacity = 0
         self.tables = []
+        self.kept_states = []
         self.num_found_tokens = 0
         self.drafts = []
         self.is_remote_ready = False

@@ -22,9 +22,14 @@ class RowParts:
     allocations: Allocations
     preemption: Preemption
 
-    def share(self, request: RequestState, num_new: int) -> int:
-        """Cap one request's new tokens by the threshold and the policy."""
+    def share(self, request: RequestState, start: int, num_new: int) -> int:
+        """Cap one request's new tokens, behind `start` others, by the threshold, the policy and the states that the prefix cache keeps."""
         threshold = self.config.long_prefill_token_threshold
         if threshold and self.config.enable_chunked_prefill:
             num_new = min(num_new, threshold)
-        return max(min(self.policy.max_new_tokens(request, num_new), num_new), 1)
+        num_new = max(min(self.policy.max_new_tokens(request, num_new), num_new), 1)
+        return (
+            self.kv.chunk_end(request, start, start + num_new) - start
+            if self.config.enable_chunked_prefill
+            else num_new
+        )

@@ -83,7 +83,7 @@ class RunningRows:
             ):
                 index += 1
                 continue
-            num_appends = len(step.appends)
+            num_appends, num_copies = len(step.appends), len(step.copies)
             try:
                 if is_plain and request.fast_decode_until and self._serve_with_new_block(request, step):
                     index += 1
@@ -92,17 +92,21 @@ class RunningRows:
             except Exception as error:
                 if step.has_row(request):
                     raise  # what comes behind its row is not its own
-                self._fail(request, error, step, num_appends)
+                self._fail(request, error, step, num_appends, num_copies)
                 is_served = False
             # One that was preempted, or ended, has left its place to the next.
             index += is_served or (index < len(running) and running[index] is request)
         step.max_seq_len = max(step.max_seq_len, max_seq_len)
 
-    def _fail(self, request: RequestState, error: Exception, step: StepBuilder, num_appends: int) -> None:
+    def _fail(
+        self, request: RequestState, error: Exception, step: StepBuilder, num_appends: int, num_copies: int
+    ) -> None:
         """The request ends alone: it is not in the step, and what was allocated for its row is not to be found."""
         slot = request.slot
         step.appends[num_appends:] = [append for append in step.appends[num_appends:] if append[1] != slot]
+        del step.copies[num_copies:]
         self._kv.evict(block for ids in self._kv.block_ids(request.request_id) for block in ids)
+        self._kv.evict(block for _, block in request.kept_states)
         self._table.fail(request, error, "scheduling")
         self._table.drop_finished_rows()
 
@@ -152,7 +156,7 @@ class RunningRows:
         if num_new > 1:
             # Every running request behind this one still gets its token in this step.
             left = max(step.budget - (len(self._table.running) - index - 1), 1)
-            num_new = min(self._parts.share(request, num_new), left)
+            num_new = min(self._parts.share(request, request.num_computed_tokens, num_new), left)
             num_new = min(num_new, step.prefill_room(request.num_computed_tokens))
             if num_new <= 0:
                 return False

@@ -89,6 +89,7 @@ class DefaultScheduler(Scheduler):
             is_pooling=context.is_pooling,
             takes_prompt_embeds=context.engine_config is not None and context.engine_config.model.enable_prompt_embeds,
         )
+        kv_manager.hands_copies = context.steps_are_ordered  # nobody holds what is copied
         self._allocations = Allocations(
             kv_manager,
             self._steps,

@@ -82,7 +82,7 @@ class StepBuilder:
     """Columns of one step. Rows with one token are kept apart, so that they come first without a sort."""
 
     __slots__ = (
-        "appends", "budget", "context_tokens", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
+        "appends", "budget", "context_tokens", "copies", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
         "many_samples", "many_tokens", "max_seq_len", "most_short", "new", "ones", "ones_samples", "prefill_budget",
         "short_budget", "step_id",
     )  # fmt: skip
@@ -106,6 +106,7 @@ class StepBuilder:
         self.many_draft_ids: list[list[int]] = []  # values that the host made
         self.new: list[NewRequest] = []
         self.appends: list[tuple[int, int, int, list[int]]] = []
+        self.copies: list[tuple[int, int]] = []  # of blocks
 
     @property
     def num_rows(self) -> int:
@@ -182,6 +183,7 @@ class StepBuilder:
             num_scheduled=[1] * num_ones + self.many_tokens,
             samples=samples,
             block_appends=self.appends,
+            block_copies=self.copies,
             freed_slots=freed_slots,
             max_query_len=max(self.many_tokens) if self.many else min(num_ones, 1),
             max_seq_len=self.max_seq_len,

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from pelton.metrics.buckets import BucketCounts
-from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
+from pelton.metrics.snapshot import Counter, Gauge, Metric
+from pelton_plugins.histograms.buckets import BucketCounts
 
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 FINE_SECONDS = (
@@ -162,28 +162,28 @@ class HttpMetrics:
             )  # fmt: skip
         for operation, buckets in self._sleep_seconds.items():
             found.append(
-                _histogram(
+                buckets.as_metric(
                     prefix + "sleep_mode_operation_duration_seconds", "Of a request to sleep or to wake up, to its end.",
-                    buckets, {"operation": operation},
+                    {"operation": operation},
                 )
             )  # fmt: skip
         for (handler, method), buckets in self._seconds.items():
             found.append(
-                _histogram(
+                buckets.as_metric(
                     "http_request_duration_seconds", "From the first byte of a request to the last byte of its answer.",
-                    buckets, {"handler": handler, "method": method},
+                    {"handler": handler, "method": method},
                 )
             )  # fmt: skip
         found.append(
-            _histogram(
-                "http_request_duration_highr_seconds", "The same over all routes, in finer buckets.", self._fine_seconds
+            self._fine_seconds.as_metric(
+                "http_request_duration_highr_seconds", "The same over all routes, in finer buckets.", {}
             )
         )
         for name, what, series in (
             ("http_request_size_bytes", "Bytes of a request's body.", self._request_bytes),
             ("http_response_size_bytes", "Bytes of an answer's body.", self._response_bytes),
         ):
-            found += [_histogram(name, what, buckets, {"handler": handler}) for handler, buckets in series.items()]
+            found += [buckets.as_metric(name, what, {"handler": handler}) for handler, buckets in series.items()]
         return found
 
 
@@ -192,14 +192,3 @@ def _series(known: dict[Any, BucketCounts], key: object, bounds: tuple[float, ..
     if found is None:
         found = known[key] = BucketCounts(bounds)
     return found
-
-
-def _histogram(name: str, what: str, buckets: BucketCounts, labels: dict[str, str] | None = None) -> Histogram:
-    return Histogram(
-        name=name,
-        labels=labels or {},
-        documentation=what,
-        count=buckets.count,
-        sum=buckets.sum,
-        buckets=buckets.cumulative(),
-    )

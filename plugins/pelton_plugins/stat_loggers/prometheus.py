@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from pelton import __version__
 from pelton.config import EngineConfig
-from pelton.metrics.buckets import BucketCounts
-from pelton.metrics.snapshot import Counter, Gauge, Histogram, Metric
+from pelton.metrics.snapshot import Counter, Gauge, Metric
 from pelton.metrics.stats import KV_FETCH_STAGES, WAIT, FinishedRequestStats, IterationStats, SchedulerStats
+from pelton_plugins.histograms.buckets import BucketCounts
 from pelton_plugins.stat_loggers.families import (
     FAMILIES,
     SLEEP_STATES,
@@ -261,12 +261,7 @@ class PrometheusLogger:
         if family.kind == "histogram":
             for (owner, label), series in self._buckets.items():
                 if owner == family.name:
-                    found.append(
-                        Histogram(
-                            name=name, labels=self._labels_of(family, label), documentation=text,
-                            count=series.count, sum=series.sum, buckets=series.cumulative(),
-                        )
-                    )  # fmt: skip
+                    found.append(series.as_metric(name, text, self._labels_of(family, label)))
             return found
         make = Counter if family.kind == "counter" else Gauge
         for (owner, label), value in self._values.items():

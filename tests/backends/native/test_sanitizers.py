@@ -1,13 +1,13 @@
-"""The kernels' tests once more, fewer of each grid, with addresses and undefined behaviour watched, in a process of their own."""
+"""The kernels' tests once more, few of each grid, with addresses and undefined behaviour watched, in a process of their own."""
 
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from pelton_covering import covering
 from pelton_isas import AVAILABLE
 
 from pelton_backends.native.build import GROUPS, build_libraries
@@ -36,20 +36,25 @@ from pelton_backends.native import library
 library.EXTRA_FLAGS[:] = {flags!r}
 sys.path[:0] = {paths!r}
 from test_sanitizers import Few
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--covering=2", *{tests!r}], plugins=[Few()]))
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--covering=0", *{tests!r}], plugins=[Few()]))
 """
 
 
 class Few:
-    """Of the cases that are left: two seeds, no law of random numbers, no large vocabulary; each once, on one of the sets in turn."""
+    """Of each grid so many cases that every value is met, on one of the sets in turn; two seeds, no law of random numbers, no large
+    vocabulary."""
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, items):
-        """Before grids are thinned."""
-        items[:] = [item for item in items if self._is_kept(item)]
+        yield
+        grids = {}
+        for item in items:
+            if self._is_kept(item):
+                grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        items[:] = [item for grid in grids.values() for item in self._thinned(grid)]
 
     def _is_kept(self, item):
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        parameters = _parameters(item)
         is_large = parameters.get("vocab", 0) > 10_000 or item.originalname in (
             "test_at_size",
             "test_law_by_chi_square",
@@ -62,17 +67,18 @@ class Few:
         )
         return not is_large and not has_same_chunks and parameters.get("seed", 0) < 2
 
-    def pytest_collection_finish(self, session):
-        turns = {}
-        for item in session.items:
-            if "isa" in getattr(item, "callspec", SimpleNamespace(params={})).params:
-                others = tuple((name, id(value)) for name, value in item.callspec.params.items() if name != "isa")
-                turns.setdefault(item.nodeid.partition("[")[0], {}).setdefault(others, []).append(item)
-        left_out = set()
-        for cases in turns.values():
-            for turn, same in enumerate(cases.values()):
-                left_out |= {id(item) for item in same} - {id(same[turn % len(same)])}
-        session.items[:] = [item for item in session.items if id(item) not in left_out]
+    def _thinned(self, grid):
+        names = sorted(_parameters(grid[0]).keys() - {"isa"})
+        same = {}
+        for item in grid:
+            same.setdefault(tuple(id(_parameters(item)[name]) for name in names), []).append(item)
+        cases = list(same)
+        chosen = [same[cases[index]] for index in (covering(cases, 1) if names else [0])]
+        return [sets[turn % len(sets)] for turn, sets in enumerate(chosen)]
+
+
+def _parameters(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def runtime(name):

@@ -7,7 +7,6 @@ import torch
 
 from pelton.builtin import pelton_fused_ops
 from pelton.errors import ConfigError
-from pelton.ops import reference
 from pelton.ops.interface import (
     AddNormGatedLinearNeeds,
     AddNormGatedLinearTensors,
@@ -27,6 +26,7 @@ from pelton.ops.interface import (
 from pelton.ops.reference import rms_norm, rotate, write_kv
 from pelton.ops.selector import OpSelector
 from pelton.testing.plugins import references
+from pelton_backends.reference import linear
 from pelton_backends.reference.ops import (
     ReferenceAddNormGatedLinear,
     ReferenceAddNormLinear,
@@ -126,13 +126,13 @@ def test_add_norm_gated_linear(generator, activation):
 @pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_of_halves_on_a_cpu_with_and_without_onednn(generator, monkeypatch, dtype, is_fast, has_bias):
-    monkeypatch.setattr(reference, "_has_fast_products", lambda dtype: is_fast)
-    monkeypatch.setattr(reference, "SLICE_NUMBERS", 40)  # five rows of the weight at once
+    monkeypatch.setattr(linear, "_has_fast_products", lambda dtype: is_fast)
+    monkeypatch.setattr(linear, "SLICE_NUMBERS", 40)  # five rows of the weight at once
     x, weight = torch.randn(3, H, generator=generator).to(dtype), torch.randn(12, H, generator=generator).to(dtype)
     bias = torch.randn(12, generator=generator).to(dtype) if has_bias else None
     weights = LinearWeights(LinearSpec(in_features=H, out_features=12, has_bias=has_bias), {"weight": weight}, bias)
     want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    got = reference.linear(x, weights)
+    got = linear.linear(x, weights)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=1e-2)
 

@@ -73,7 +73,9 @@ def test_a_named_backend_that_refuses_stops_with_its_reasons():
 
 
 def test_an_unknown_name_lists_what_there_is():
-    with pytest.raises(ConfigError, match=r"attention_backend is 'flush'; for this device there is fast, slow\."):
+    with pytest.raises(
+        ConfigError, match=r"attention_backend is 'flush'; for this model and device there is fast, slow\."
+    ):
         select_backend([entry("slow", 10), entry("fast", 90)], NEEDS, named="flush")
 
 
@@ -161,7 +163,9 @@ def test_a_plugin_gives_its_backend_other_names_and_a_name_wins_over_them():
 
 def test_errors_about_a_named_backend_show_what_was_typed():
     entries = [entry("triton", 50, ["needs sm80"], aliases=("TRITON_ATTN",)), entry("sdpa", 10)]
-    with pytest.raises(ConfigError, match=r"attention_backend is 'FLASH_ATTN'; for this device there is triton, sdpa"):
+    with pytest.raises(
+        ConfigError, match=r"attention_backend is 'FLASH_ATTN'; for this model and device there is sdpa\."
+    ):
         select_backend(entries, NEEDS, named="FLASH_ATTN")
     with pytest.raises(ConfigError, match=r"Attention backend 'triton_attn' \(triton\) cannot serve.*needs sm80"):
         select_backend(entries, NEEDS, named="triton_attn")

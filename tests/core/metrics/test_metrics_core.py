@@ -1,37 +1,17 @@
-"""Buckets, guarded stat loggers."""
+"""Guarded stat loggers."""
 
 from __future__ import annotations
 
 import logging
-import random
 
 import pytest
 
 from pelton.config import EngineConfig
 from pelton.entries import StatLoggerEntry
 from pelton.errors import ConfigError, PluginError
-from pelton.metrics.buckets import BucketCounts
 from pelton.metrics.manager import StatLoggers
 from pelton.metrics.snapshot import Gauge
 from pelton.metrics.stats import IterationStats, SchedulerStats
-
-
-def test_buckets_count_values_at_a_bound_below_it():
-    counts = BucketCounts([1.0, 2.0])
-    counts.observe_all([0.5, 1.0, 1.5, 2.0])
-    counts.observe(7)
-    assert counts.cumulative() == {"1.0": 2, "2.0": 4, "+Inf": 5}
-    assert (counts.count, counts.sum) == (5, 12.0)
-
-
-def test_buckets_agree_with_counting():
-    rng = random.Random(3)
-    bounds = sorted(rng.sample(range(1000), 20))
-    values = [rng.uniform(-10, 1100) for _ in range(500)]
-    counts = BucketCounts(bounds)
-    counts.observe_all(values)
-    for bound, cumulative in counts.cumulative().items():
-        assert cumulative == sum(value <= float(bound) for value in values)
 
 
 class Recorder:

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from pelton.config import LoRAConfig
 from pelton.errors import ConfigError, InvalidAdapterError
 from pelton.lora.peft import check_config, read_config
-from pelton.lora.rows import AdapterRows
 from pelton.model.build import BuildConfig
 from pelton.quantization.interface import LinearShard
 from pelton_platforms.device.adapter_memory import AdapterMemory
+from pelton_platforms.device.adapter_rows import AdapterRows
 from pelton_platforms.device.adapters import pack
 from pelton_platforms.device.peft_tensors import read_tensors
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,11 +184,11 @@ NEVER, SINGLE, ALWAYS = GraphSupport.NEVER, GraphSupport.UNIFORM_SINGLE_TOKEN_DE
 )  # fmt: skip
 def test_a_note_says_what_became_of_a_graph_mode(model, monkeypatch, flat, support, offered, mode, note):
     worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
-    worker.config = EngineConfig.from_flat(**flat)
+    loaded = replace(worker.loaded, config=EngineConfig.from_flat(**flat))
     monkeypatch.setattr(worker.platform, "supported_graph_modes", offered)
     monkeypatch.setattr(worker.build.attention, "graph_support", lambda: support)
     assert worker.notes == []
-    assert choose_mode(worker.loaded) is mode
+    assert choose_mode(loaded) is mode
     assert len(worker.notes) == (note is not None)
     assert note is None or re.search(note, worker.notes[0])
     worker.shutdown()
@@ -208,10 +209,10 @@ def test_graphs_without_room_are_the_operators_error(model, monkeypatch):
 @pytest.mark.parametrize("support", [GraphSupport.UNIFORM_BATCH, ALWAYS])
 def test_prompts_are_captured_where_all_backends_can_be(model, monkeypatch, support):
     worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
-    worker.config = EngineConfig.from_flat(cudagraph_capture_sizes=[1, 16])
+    loaded = replace(worker.loaded, config=EngineConfig.from_flat(cudagraph_capture_sizes=[1, 16]))
     monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
     monkeypatch.setattr(worker.build.attention, "graph_support", lambda: support)
-    use_graphs(worker.loaded, worker.runner, BOTH)
+    use_graphs(loaded, worker.runner, BOTH)
     assert worker.runner.graphs.dispatcher.prompt_sizes == ([16] if support is ALWAYS else [])
     worker.shutdown()
 
@@ -296,20 +297,20 @@ def test_state_that_does_not_fit_is_the_operators_error(model, monkeypatch):
 def test_stages_capture_what_all_of_them_can(model, monkeypatch):
     """One may have layers alone that cannot be captured, or more numbers to compute: else stages would pad a step to different sizes."""
     worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
-    worker.config = EngineConfig.from_flat()
+    alone = replace(worker.loaded, config=EngineConfig.from_flat())
     monkeypatch.setattr(worker.platform, "supported_graph_modes", EVERY)
     monkeypatch.setattr(worker.platform, "pads_graphs", True)
     monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: FakeGraphRecorder())
     monkeypatch.setattr(worker.build.attention, "graph_support", lambda: ALWAYS)
-    assert limits_of_stages(worker.build, worker.model) == worker.loaded.graph_limits == GraphLimits()
-    assert choose_mode(worker.loaded) is BOTH
+    assert limits_of_stages(worker.build, worker.model) == alone.graph_limits == GraphLimits()
+    assert choose_mode(alone) is BOTH
     for other, mode in (((ALWAYS, 16), BOTH), ((GraphSupport.NEVER, 1 << 30), PIECEWISE)):
         told = torch.tensor([other], dtype=torch.int32)
         stages = SimpleNamespace(all_gather=lambda own, dim, told=told: torch.cat([own, told], dim))
         monkeypatch.setattr(worker.build.parallel, "stages", stages)
-        worker._graph_limits = limits_of_stages(worker.build, worker.model)
-        assert choose_mode(worker.loaded) is mode
-        use_graphs(worker.loaded, worker.runner, mode)
+        loaded = replace(alone, graph_limits=limits_of_stages(worker.build, worker.model))
+        assert choose_mode(loaded) is mode
+        use_graphs(loaded, worker.runner, mode)
         assert worker.runner.graphs.dispatcher.mixed_sizes[-1] == (16 if mode is BOTH else 64)
     worker.shutdown()
 
@@ -318,10 +319,10 @@ def test_stages_capture_what_all_of_them_can(model, monkeypatch):
 def test_a_recorder_that_runs_what_it_records_gets_no_pieces(model, monkeypatch, mode, left):
     """It would run the model a second time for them, without attention."""
     worker = make_worker(model[0], attention_backend="sdpa", enforce_eager=True)
-    worker.config = EngineConfig.from_flat(cudagraph_capture_sizes=[1])
+    loaded = replace(worker.loaded, config=EngineConfig.from_flat(cudagraph_capture_sizes=[1]))
     monkeypatch.setattr(CPUPlatform, "graph_recorder", lambda self: CallGraphRecorder())
     monkeypatch.setattr(worker.build.ops, "unrecordable", lambda: [])
-    use_graphs(worker.loaded, worker.runner, mode)
+    use_graphs(loaded, worker.runner, mode)
     assert [f"cudagraph_mode {mode} became {left}: platform 'cpu' records no pieces"] == worker.notes
     graphs = worker.runner.graphs
     assert (graphs is None) if left is NONE else graphs.dispatcher.mode is left
@@ -365,10 +366,9 @@ def test_memory_of_the_largest_step_is_taken_before_requests_come(model, monkeyp
         ({"kv_cache_memory_bytes": 2**50}, f"kv_cache_memory_bytes is {2**50}"),
     ],
 )
-def test_a_cache_that_cannot_be_allocated_is_the_operators_error(model, flat, setting):
-    worker = make_worker(model[0])
-    assert worker.available_kv_cache_bytes() == 2**29
-    worker.config = EngineConfig.from_flat(**flat)
+def test_a_cache_that_cannot_be_allocated_is_the_operators_error(model, monkeypatch, flat, setting):
+    monkeypatch.setattr(CPUPlatform, "available_kv_cache_bytes", lambda self, config, **taken: 2**29)
+    worker = make_worker(model[0], **flat)
     plan = plan_kv_cache(
         worker.kv_cache_specs(), 0, num_blocks_override=10**12, max_model_len=96
     )  # more than can be addressed

@@ -43,8 +43,8 @@ def pelton_draft_proposers() -> list[Entry]:
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Settings to a worker whose model is made."""
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Settings to a model that is made."""
     module: Any = ModuleType("own_drafters")
     vars(module).update(Nothing=Nothing, OnRanks=OnRanks, Broken=Broken, pelton_draft_proposers=pelton_draft_proposers)
     module.PELTON_API = ">=1,<2"
@@ -53,21 +53,21 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(**settings: Any) -> Any:
         return SimpleNamespace(
             config=EngineConfig.from_flat(**settings), plugins=plugins_of(module, plugin), build=None, model=None, choices={},
-            model_info=SimpleNamespace(is_pooling=settings.get("runner") == "pooling"),
+            info=SimpleNamespace(is_pooling=settings.get("runner") == "pooling"),
         )  # fmt: skip
 
     return make
 
 
-def test_it_is_made_and_named_at_the_start(worker: Any) -> None:
-    one = worker(speculative_method="nothing", num_speculative_tokens=2)
+def test_it_is_made_and_named_at_the_start(loaded: Any) -> None:
+    one = loaded(speculative_method="nothing", num_speculative_tokens=2)
     assert isinstance(make_drafter(one), Nothing)
     assert one.choices == {"drafts": "nothing, up to 2 a row"}
 
 
-def test_proposers_of_the_host_are_none(worker: Any) -> None:
-    one = worker(speculative_method="ngram")
-    assert make_drafter(one) is None and find_drafter(worker().config, one.plugins) is None
+def test_proposers_of_the_host_are_none(loaded: Any) -> None:
+    one = loaded(speculative_method="ngram")
+    assert make_drafter(one) is None and find_drafter(loaded().config, one.plugins) is None
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_proposers_of_the_host_are_none(worker: Any) -> None:
         ({"speculative_method": "eagle9"}, "speculative_config.method is 'eagle9'; available: .*medusa"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(worker: Any, settings: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together_is_one_line(loaded: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_drafter(worker(**settings))
+        make_drafter(loaded(**settings))
 
 
-def test_ranks_are_taken_by_those_that_say_so(worker: Any) -> None:
-    assert isinstance(make_drafter(worker(speculative_method="onranks", tensor_parallel_size=2)), OnRanks)
+def test_ranks_are_taken_by_those_that_say_so(loaded: Any) -> None:
+    assert isinstance(make_drafter(loaded(speculative_method="onranks", tensor_parallel_size=2)), OnRanks)
 
 
-def test_one_that_cannot_be_made_names_its_plugin(worker: Any) -> None:
+def test_one_that_cannot_be_made_names_its_plugin(loaded: Any) -> None:
     with pytest.raises(PluginError, match=r"'broken' .*IndexError: no such layer"):
-        make_drafter(worker(speculative_method="broken"))
+        make_drafter(loaded(speculative_method="broken"))

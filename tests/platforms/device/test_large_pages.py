@@ -3,8 +3,8 @@
 import torch
 
 from pelton.testing.model_driver import make_test_build
-from pelton_platforms.device.device_memory import use_device_memory
 from pelton_platforms.device.large_pages import LEAST_BYTES, PAGE_BYTES, REGION_BYTES, LargePages
+from pelton_platforms.device.make_model import use_device_memory
 
 
 def test_tensors_are_zero_apart_and_aligned():

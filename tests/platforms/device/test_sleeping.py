@@ -17,7 +17,7 @@ def test_weights_come_back_into_the_storages_that_ops_are_bound_to(monkeypatch: 
     merged, bound = weight[:2], weight.T  # what ops hold
     expected, started = bound.clone(), []
     worker = SimpleNamespace(
-        runner=SimpleNamespace(connectors={}), model=object(), adapters=None, plan="plan", build="build",
+        runner=SimpleNamespace(connectors={}), loaded=object(), adapters=None, plan="plan", build="build",
         device=torch.device("cpu"), drop_runner=lambda: started.append("dropped"),
         initialize_kv_cache=started.append, warm_up=lambda: started.append("warm"),
     )  # fmt: skip

@@ -125,7 +125,7 @@ def test_figures_for_people(value, text):
 
 
 def test_every_row_has_its_aims_in_both_dense_models():
-    assert SHAPES.keys() == peers.AIMS.keys()
+    assert SHAPES.keys() == {name.partition(" ")[0] for name in peers.AIMS}
     names = [row.name for row in peers.ROWS]
     for model, aims in peers.AIMS.items():
         assert aims.keys() <= set(names)
@@ -140,6 +140,29 @@ def test_every_row_has_its_aims_in_both_dense_models():
             assert best is None or peers.times_better(row, aim.target, best) > 1
             assert aim.floor is None or peers.times_better(row, aim.target, aim.floor) < 1
             assert aim.stretch is None or peers.times_better(row, aim.stretch, aim.target) > 1
+
+
+@pytest.mark.parametrize(
+    "settings, name",
+    [
+        ({}, "llama3.1-8b"),
+        ({"tensor_parallel_size": 1, "dtype": "bfloat16"}, "llama3.1-8b"),
+        ({"tensor_parallel_size": 2}, "llama3.1-8b tp2"),
+        ({"quantization": "fp8"}, "llama3.1-8b fp8"),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
+            "llama3.1-8b tp2 dp2 ep",
+        ),
+    ],
+)
+def test_ranks_and_weights_have_figures_of_their_own(settings, name):
+    assert peers.variant("llama3.1-8b", settings) == name
+
+
+def test_two_gpus_are_compared_with_two_gpus():
+    measured = {"latency1": {"tpot_ms": 3.2, "device": "2 ranks"}}
+    line = next(one for one in render({"llama3.1-8b tp2": measured}).splitlines() if "latency1" in one)
+    assert line.split()[3:] == ["3.20", "ms/token", "3.47", "3.20", "1.00", "2.13", "67%", "2.55", "no"]
 
 
 def test_a_rate_is_better_when_higher_and_a_time_when_lower():

@@ -33,9 +33,7 @@ def hashes(count):
     "specs, enabled, expected",
     [
         pytest.param([full_spec()], False, NoPrefixCache, id="switched-off"),
-        pytest.param(
-            [full_spec(), MambaSpec(block_size=4, state_bytes=9)], True, NoPrefixCache, id="state-is-not-found"
-        ),
+        pytest.param([full_spec(), MambaSpec(block_size=4, state_bytes=9)], True, HybridCoordinator, id="states-too"),
         pytest.param([full_spec()], True, UnitaryCoordinator, id="one-group"),
         pytest.param([window_spec(8), window_spec(8)], True, UnitaryCoordinator, id="groups-of-one-spec"),
         pytest.param([full_spec(), window_spec(8)], True, HybridCoordinator, id="two-kinds"),

@@ -316,7 +316,7 @@ def test_the_count_of_cached_tokens_may_be_in_num_computed_tokens_already():
     assert len(appended[0]) == 1
 
 
-def test_a_state_is_one_block_for_a_whole_request_and_nothing_is_found():
+def test_a_state_is_one_block_for_a_whole_request():
     spec = MambaSpec(block_size=4, state_bytes=full_spec(4).page_size_bytes)
     manager = make_manager(full_spec(4), spec, num_blocks=20)
     request = Request(manager, "a", range(17))

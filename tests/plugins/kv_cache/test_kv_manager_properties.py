@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pelton.config.kv_cache import KVCacheConfig
-from pelton.testing.kv_cache import KVSimulation
-from pelton.testing.kv_specs import LAYER_KINDS, make_plan
+from pelton.testing.kv_cache import KVSimulation, run_randomly
+from pelton.testing.kv_specs import LAYER_KINDS, STATE_KINDS, make_plan
 from pelton_plugins.kv_cache.manager import PagedKVCacheManager
 
 MAX_MODEL_LEN = 26
@@ -21,10 +21,12 @@ class ManagerMachine(RuleBasedStateMachine):
     """Chunks, drafts, open steps, preemptions, aborts, failures and evictions in any order."""
 
     @initialize(
-        kinds=st.sampled_from(sorted(LAYER_KINDS)), num_blocks=st.integers(6, 24), chunk=st.sampled_from([5, 26])
+        kinds=st.sampled_from(sorted(LAYER_KINDS | STATE_KINDS)),
+        num_blocks=st.integers(6, 24),
+        chunk=st.sampled_from([5, 26]),
     )
     def make(self, kinds, num_blocks, chunk):
-        plan = make_plan(LAYER_KINDS[kinds], num_blocks)
+        plan = make_plan((LAYER_KINDS | STATE_KINDS)[kinds], num_blocks)
         self.manager = PagedKVCacheManager(
             plan, KVCacheConfig(), max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=chunk
         )
@@ -46,7 +48,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def allocate(self, data, chunk, drafts, lookahead):
         request = data.draw(st.sampled_from([r for r in self.requests() if self.simulation.can_schedule(r)]))
         room = MAX_MODEL_LEN - len(request.token_ids) - request.num_pending - 1
-        row = self.simulation.allocate(request, chunk, min(drafts, max(room, 0)), lookahead)
+        drafts = 0 if self.simulation.has_states else min(drafts, max(room, 0))
+        row = self.simulation.allocate(request, chunk, drafts, lookahead)
         if row is not None:
             self.pending_rows.append(row)
 
@@ -137,4 +140,31 @@ def test_a_wrong_hit_would_be_seen(kinds):
         simulation.launch([simulation.allocate(second, 20, 0, 0)], random.Random(0))
         return
     with pytest.raises(AssertionError, match="does not hold its token's KV"):
+        simulation.launch([simulation.allocate(second, 20, 0, 0)], random.Random(0))
+
+
+@pytest.mark.parametrize("kinds", sorted(STATE_KINDS))
+def test_random_runs_over_states_find_some(kinds):
+    num_hits = 0
+    for seed in range(6):
+        plan = make_plan(STATE_KINDS[kinds], (10, 30)[seed % 2] * len(STATE_KINDS[kinds]))
+        manager = PagedKVCacheManager(plan, KVCacheConfig(), max_model_len=40, max_num_batched_tokens=40)
+        simulation = KVSimulation(manager, plan, max_model_len=40)
+        run_randomly(simulation, random.Random(seed), 80, max_open_steps=1 + seed % 3)
+        num_hits += simulation.num_hits
+    assert num_hits > 100, num_hits
+
+
+@pytest.mark.parametrize("kinds", sorted(STATE_KINDS))
+def test_a_wrong_state_would_be_seen(kinds):
+    plan = make_plan(STATE_KINDS[kinds], 60)
+    simulation = KVSimulation(
+        PagedKVCacheManager(plan, KVCacheConfig(), max_model_len=MAX_MODEL_LEN), plan, max_model_len=MAX_MODEL_LEN
+    )
+    first = simulation.add([0] * 20)
+    for _ in range(2):  # to the state that is kept, and behind it
+        simulation.launch([simulation.allocate(first, 20, 0, 0)], random.Random(0))
+    second = simulation.add([1] * 20)
+    second.block_hashes = list(first.block_hashes)  # as if the hashes collided
+    with pytest.raises(AssertionError, match="does not hold"):
         simulation.launch([simulation.allocate(second, 20, 0, 0)], random.Random(0))

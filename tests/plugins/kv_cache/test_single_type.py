@@ -123,11 +123,17 @@ def test_full_attention_never_lets_a_block_go():
     assert manager.tokens_until_passed(0) == NEVER
 
 
-def test_a_state_takes_one_block_and_is_not_found():
-    manager = MambaManager(MambaSpec(block_size=16, state_bytes=64), [0, 1], BlockPool(10), 16)
+def test_a_state_takes_one_block_and_is_found_where_every_group_keeps_one():
+    pool = BlockPool(10, 2)
+    manager = MambaManager(MambaSpec(block_size=16, state_bytes=64), [0, 1], pool, 16)
     assert [manager.num_places(n) for n in (0, 1, 10**6)] == [0, 1, 1]
     assert manager.room(1) == NEVER
     assert manager.longest_hit(hashes(3), 48, 16) == ([[], []], 0)
+    for block_hash, group_id in ((b"h0", 0), (b"h0", 1), (b"h1", 0), (b"h1", 1), (b"h2", 1)):
+        pool.cache_full_blocks(*pool.allocate(1), block_hash, group_id)
+    assert manager.longest_hit(hashes(3), 48, 16) == ([[3], [4]], 32)
+    assert manager.longest_hit(hashes(3), 31, 16) == ([[1], [2]], 16)
+    assert manager.longest_hit(hashes(3), 48, 48) == ([[], []], 0)
 
 
 def test_groups_of_equal_spec_share_a_manager():

@@ -254,7 +254,7 @@ def test_blocks_of_a_request_that_failed_are_not_saved(model, tmp_path, monkeypa
         made.embed_tokens.forward = embed_with_nan
         return made
 
-    monkeypatch.setattr("pelton_platforms.device.worker.build_model", build_with_nan)
+    monkeypatch.setattr("pelton_platforms.device.make_model.build_model", build_with_nan)
     with make_llm(path, **settings(tmp_path, **more)) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(NUM_TOKENS), use_tqdm=False)
         assert [index for index, output in enumerate(outputs) if output.error] == [bad_prompt]

@@ -15,7 +15,7 @@ from pelton.testing.fake_connector import FakeConnector
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarSource
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.fake_proposer import FakeProposer
-from pelton.testing.kv_specs import full_spec, window_spec
+from pelton.testing.kv_specs import full_spec, state_spec, window_spec
 from pelton.testing.scheduler import Harness, make_request
 from pelton_plugins.scheduler.policies import FCFSPolicy, PriorityPolicy
 
@@ -44,14 +44,16 @@ def random_request(rng: random.Random, index: int, *, grammars: bool, logprobs: 
 
 
 class Campaign:
-    """One random run."""
+    """One random run. has_states: of a model with states, which serves no drafts and no connector."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_states: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.overlap = rng.randint(1, 3)
         self.mode = rng.choice(
             ["plain", "plain", "host drafts", "device drafts", "told drafts", "grammar", "connector"]
         )
+        if has_states:
+            self.mode = rng.choice(["plain", "plain", "grammar"])
         self.failures = rng.random() < 0.3
         model = FakeModel(eos_every=rng.choice([0, 7]))
         arguments = {}
@@ -76,6 +78,11 @@ class Campaign:
             [full_spec(4)], [full_spec(4)], [full_spec(1)], [full_spec(4), window_spec(6, 4)],
             [full_spec(3), window_spec(3, 3), window_spec(3, 3)],
         ])  # fmt: skip
+        if has_states:
+            specs = rng.choice([
+                [full_spec(4), state_spec(), state_spec()], [full_spec(2), state_spec(2)], [state_spec(4)], [state_spec(1)],
+                [full_spec(3), window_spec(3, 3), state_spec(3)],
+            ])  # fmt: skip
         self.harness = Harness(
             specs=specs,
             num_blocks=rng.choice([40, 60, 100, 300])
@@ -170,6 +177,11 @@ class Campaign:
         prompt = self.harness.requests[name].prompt_token_ids
         assert [ids[0] for ids in sent[0].columns().token_ids] == prompt[1:], name
 
+    @property
+    def num_found(self) -> int:
+        """Tokens that requests have found."""
+        return sum(new.num_computed_tokens for output in self.harness.executor.outputs for new in output.new)
+
 
 def hash_name(name: str) -> int:
     return sum(byte * 31**index for index, byte in enumerate(name.encode()))
@@ -201,3 +213,21 @@ def test_random_operations_hold_every_invariant(seed: int) -> None:
     campaign = Campaign(seed)
     campaign.run()
     campaign.check()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32))
+def test_random_operations_over_states_hold_every_invariant(seed: int) -> None:
+    campaign = Campaign(seed, has_states=True)
+    campaign.run()
+    campaign.check()
+
+
+def test_such_runs_find_states() -> None:
+    """Where steps are ordered: else a copy might be written over while an open step reads it."""
+    num_found = {True: 0, False: 0}
+    for seed in range(100):
+        campaign = Campaign(seed, has_states=True)
+        campaign.run()
+        num_found[campaign.harness.executor.steps_are_ordered] += campaign.num_found
+    assert num_found[True] > 200 and num_found[False] == 0, num_found

@@ -48,7 +48,7 @@ struct engine {
     /* For many rows, or NULL. A part, `part` numbers of each row of a panel, stays in the L1 cache while all blocks of a group meet it.
        `pack_part` packs numbers [start, start + count) of a block as a block of their own; `multiply_part` adds their products to the
        sums of the parts before. Sums are those of `multiply`. */
-    int64_t part;
+    int64_t part, tile; /* rows that a block is best cut at: those that meet a panel at once, if they are fewer */
     void (*pack_part)(const void *rows, int64_t m, int64_t k, int64_t start, int64_t count, void *packed);
     void (*multiply_part)(const void *rows, const void *panel, int64_t start, int64_t count, float *sums, int64_t m);
     /* `count` rows of a plain weight by up to `dot_rows` rows -> sums [m][PANEL]. The rows are as `spread_rows` leaves them: up to

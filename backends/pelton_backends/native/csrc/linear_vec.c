@@ -502,7 +502,7 @@ const struct engine pelton_vec_bf16 = {
 const struct engine pelton_vec_f32 = {
     .most_rows = MOST_ROWS, .dot_rows = DOT_ROWS, .near_rows = NEAR_ROWS, .fetch_far = FETCH_FAR, .x_bytes = sizeof(float),
     .weight_bytes = sizeof(float), .step = 1, .pack_panel = pack_panel_f32, .pack_block = pack_block_f32,
-    .multiply = multiply_f32, .part = CHUNK, .pack_part = pack_part_f32, .multiply_part = multiply_part_f32, .spread_rows = spread_rows_f32, .dots = dots_f32, .prepare = prepare_f32, .finish = finish_f32,
+    .multiply = multiply_f32, .part = CHUNK, .tile = TILE_ROWS < MOST_ROWS ? TILE_ROWS : 1, .pack_part = pack_part_f32, .multiply_part = multiply_part_f32, .spread_rows = spread_rows_f32, .dots = dots_f32, .prepare = prepare_f32, .finish = finish_f32,
 };
 
 SHARED const struct engine pelton_vec_mixed = {

@@ -72,7 +72,11 @@ INLINE int take_room(const struct call *call, struct room *room) {
     return 1;
 }
 
-INLINE int64_t block_start(const struct call *call, int64_t block) { return call->in.num_rows * block / call->num_blocks; }
+/* With parts in whole tiles, but for the last block. */
+INLINE int64_t block_start(const struct call *call, int64_t block) {
+    int64_t tile = call->has_parts ? call->engine->tile : 1, num_tiles = (call->in.num_rows + tile - 1) / tile;
+    return least(num_tiles * block / call->num_blocks * tile, call->in.num_rows);
+}
 
 INLINE int64_t group_start(const struct call *call, int64_t group) { return call->num_blocks * group / call->num_groups; }
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from pelton.attention.metadata import BatchDescriptor
 from pelton.logging import get_logger, phase
 from pelton.sampling.tails import Sample, Tail, Variant, Verify
@@ -117,6 +119,7 @@ class CaptureQueue:
                 progress.advance(1)
             self._synchronize()
 
+    @torch.inference_mode()
     def capture_next(self) -> bool:
         """One more, of those that no step has captured meanwhile; False: none is left."""
         while self._left:

@@ -33,7 +33,7 @@ from pelton.worker.inputs import InputBuffers, StepShape
 from pelton.worker.pending import PendingOutput
 from pelton_platforms.device.graphs.captures import run_split_at_attention
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
-from pelton_platforms.device.kv_pool import KVPool, handed_blocks
+from pelton_platforms.device.kv_pool import KVPool, copies_at_once, handed_blocks
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.masks import MaskPlaces
 from pelton_platforms.device.steps.masks_ahead import MasksAhead, StreamWait, make_masks_ahead
@@ -175,6 +175,8 @@ class ModelRunner:
             raise EngineError(
                 f"Step {self._pending.output.step_id} still waits for its masks; bring them with sample()."
             )
+        for sources, targets in copies_at_once(output.block_copies):
+            self.pool.copy_blocks(*self._staging.stage([sources, targets]))
         if self._zeroes_blocks and (block_ids := handed_blocks(output, self.state.block_sizes)):
             self.pool.zero_blocks(*self._staging.stage([block_ids]))
         if output.new:

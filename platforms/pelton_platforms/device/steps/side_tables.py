@@ -18,6 +18,11 @@ _NO_WORD = -1  # length of a bad word's prefix where there is none
 _BAD_WORDS, _BAD_WORD_PREFIX = 32, 16  # room at first: words of more than one token, tokens before a word's last
 
 
+def side_table_bytes(num_side_slots: int, vocab_size: int) -> int:
+    """Bytes of the tables as wide as the vocabulary."""
+    return num_side_slots * (vocab_size * (4 + 1 + 4 + 1 + 1) + -(-vocab_size // GROUP))
+
+
 class SideTables(SideTensors):
     """Written when a request gets its side slot; `counts` also after each step. A number that is assigned to places is copied
     to the device, and the copy waited for: hence `fill_` and `index_fill_`."""

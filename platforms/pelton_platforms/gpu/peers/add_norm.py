@@ -12,7 +12,7 @@ from torch import Tensor
 from pelton import env
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors, NormSpec
 from pelton_platforms.gpu.peers import norm_kernel
-from pelton_platforms.gpu.peers.communicator import DTYPES, NCCL_FROM_BYTES, PeerCommunicator
+from pelton_platforms.gpu.peers.communicator import DTYPES, PeerCommunicator
 
 if TYPE_CHECKING:
     from pelton.parallel.communicator import Communicator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LEAST_WIDTH = 64
 TWO_SHOTS_FROM_BYTES = 1 << 16
 """With more than two ranks. By what goes over a rank's links: once for each other rank in one shot, twice in two; below it the second way
-there and back counts for more. Not measured: no machine of several GPUs was to be had."""
+there and back counts for more. Not measured: no machine of more than two GPUs was to be had."""
 
 
 class PeerAllReduce:
@@ -86,7 +86,11 @@ class SumAddNorm:
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """-> (normed rows, residual'), the latter in residual's memory, or hidden's. None: there is nothing, or too much for it."""
         num_bytes = hidden.numel() * hidden.element_size()
-        if not 0 < num_bytes < NCCL_FROM_BYTES or hidden.dtype != self._dtype or norm.dtype != self._dtype:
+        if (
+            not 0 < num_bytes < self._communicator.nccl_from_bytes
+            or hidden.dtype != self._dtype
+            or norm.dtype != self._dtype
+        ):
             return None
         if not hidden.is_contiguous() or (residual is not None and not residual.is_contiguous()):
             return None

@@ -23,8 +23,10 @@ from pelton_platforms.gpu.peers import kernels
 if TYPE_CHECKING:
     from torch import Tensor
 
-NCCL_FROM_BYTES = 1 << 19
-"""Tensors from here on go over NCCL, whose data does not travel with a flag in each word."""
+NCCL_FROM_BYTES, NCCL_FROM_BYTES_OF_TWO = 1 << 19, 1 << 21
+"""Tensors from here on go over NCCL, whose data does not travel with a flag in each word; collectives of two ranks from the second
+on. On two H200s 1 MiB takes NCCL 23 us, and a norm behind it some 3; 64 rows of 8 KiB are summed, added and normed in 6.4
+(docs/parallelism.md), so 4 times as many in 26 at most. Each of three ranks has twice as much to send, and so on."""
 _LOOKS_S = 1_000_000  # how often a kernel looks in a second, about
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: kernels.tl.float32,
@@ -38,6 +40,7 @@ class PeerCommunicator(Communicator):
         super().__init__(context)
         self._what = f"rank {self.rank} of {self.size} in group {context.group!r}"
         self.device, self.limit = context.device, int(min(context.timeout_s * self.looks_a_second(), 2**31 - 1))
+        self.nccl_from_bytes = max(NCCL_FROM_BYTES, NCCL_FROM_BYTES_OF_TWO // max(self.size - 1, 1))
         self._nccl: NcclCommunicator | None = None
         self._is_near = True
         self.kept: dict[Any, Any] = {}
@@ -183,14 +186,14 @@ class PeerCommunicator(Communicator):
         return self._gathered(tensor)[:, self.rank].contiguous()
 
     def send(self, tensor: Tensor, to: int) -> None:
-        if (nccl := self._large(tensor)) is not None:
+        if (nccl := self._large(tensor, NCCL_FROM_BYTES)) is not None:
             nccl.send(tensor, to)
         elif tensor.numel():
             words = _words(tensor)
             self._move(words, words, self._sent, to, sends=True)
 
     def recv(self, tensor: Tensor, source: int) -> Tensor:
-        if (nccl := self._large(tensor)) is not None:
+        if (nccl := self._large(tensor, NCCL_FROM_BYTES)) is not None:
             return nccl.recv(tensor, source)
         if tensor.numel():
             found = torch.empty_like(_words(tensor))
@@ -202,9 +205,9 @@ class PeerCommunicator(Communicator):
         if self._nccl is not None:
             self._nccl.shutdown()
 
-    def _large(self, tensor: Tensor) -> NcclCommunicator | None:
+    def _large(self, tensor: Tensor, from_bytes: int | None = None) -> NcclCommunicator | None:
         """Return who moves tensors of this size; None: the kernels do."""
-        if not self._is_near or tensor.numel() * tensor.element_size() >= NCCL_FROM_BYTES:
+        if not self._is_near or tensor.numel() * tensor.element_size() >= (from_bytes or self.nccl_from_bytes):
             return self._nccl
         return None
 

@@ -88,7 +88,7 @@ def sum_add_norm_kernel(
     own = _memory_of(addresses, RANK)
     call = tl.load(calls + program)
     for row in range(program, num_rows, tl.num_programs(0)):
-        at = row * ROW + lane  # less than 512 KiB in all
+        at = row * ROW + lane  # less than 2 MiB in all
         words = tl.load(given + at, inside, 0)
         call += 1
         wire = _wire(words, call)

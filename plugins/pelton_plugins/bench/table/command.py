@@ -80,12 +80,15 @@ def run(argv: list[str]) -> int:
     if workloads:
         with tempfile.TemporaryDirectory(prefix="pelton-bench-") as folder:
             for model in models:
-                todo = workloads if tuple(rows) != DEFAULT_ROWS else [one for one in workloads if has_aim(model, one)]
+                name = peers.variant(model_name(model), settings)
+                is_asked = tuple(rows) != DEFAULT_ROWS
+                known = name if name in peers.AIMS else model_name(model)
+                todo = workloads if is_asked else [one for one in workloads if has_aim(known, one)]
                 for found in measure_model(model, todo, settings, Path(folder), arguments.repeats):
                     failed += "error" in found
-                    merge(results, model_name(model), found)
+                    merge(results, name, found)
                     write_json(arguments.results, results)
-    shown = results or {model_name(model): {} for model in models}
+    shown = results or {peers.variant(model_name(model), settings): {} for model in models}
     print(json.dumps(results, indent=1) if arguments.json else render(shown, as_markdown=arguments.markdown))
     return 1 if failed else 0
 

@@ -4,12 +4,14 @@ Measured on 2026-11-21 on one NVIDIA H200 (4.29 TB/s device copy, 786 TFLOP/s in
 13, triton 3.6): random bf16 weights of the real shapes, token-id prompts, greedy, `ignore_eos`, each engine alone on the
 card with its defaults, medians. Where several runs were made the better one stands here. The floor takes each step at the
 larger of its bytes over the bandwidth and its operations over the rate, with everything admitted at once. Rows over long
-contexts: 2026-11-22.
+contexts, in FP8 and of two GPUs: 2026-11-22.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pelton_plugins.bench.table import long_context
 
@@ -142,9 +144,40 @@ AIMS: dict[str, dict[str, Aim]] = {
         "prefill": Aim(vllm=68_500, sglang=65_600, target=85_000),
         "start": Aim(vllm=87.0, sglang=106.0, target=20.0),
     },
+    "llama3.1-8b fp8": {
+        "latency1": Aim(vllm=3.46, floor=1.87, target=2.35),
+        "batch32": Aim(vllm=6_742, target=10_500),
+        "batch128": Aim(vllm=18_563, target=25_000),
+        "prefill": Aim(vllm=64_887, target=72_000),
+    },
+    "qwen3-30b-a3b fp8": {"latency1": Aim(floor=0.99, target=1.9), "batch128": Aim(target=14_000)},
+    "llama3.1-8b tp2": {  # two GPUs, NVLink without multicast
+        "latency1": Aim(vllm=3.47, sglang=3.20, floor=2.13, target=2.55),
+        "ttft": Aim(vllm=9.4, sglang=20.0),
+        "batch32": Aim(vllm=7_826, sglang=8_181, target=11_000),
+        "batch128": Aim(vllm=21_842, sglang=21_720, target=27_500),
+        "sharegpt": Aim(vllm=18_000, sglang=12_158, target=22_500),
+        "prefill": Aim(vllm=70_945, sglang=70_358, target=84_000),
+        "start": Aim(vllm=10.8 + 77.9, sglang=18.8 + 136),
+    },
+    "llama3.1-8b tp4": {"latency1": Aim(floor=1.36, target=1.75)},
     "gpt-oss-20b": {"latency1": Aim(target=2.4)},  # 4.03 ms was measured on an H100
     "deepseek-v3.2-4l": {},  # speed is reported, not compared: `--rows` names what is measured
 }
+
+
+SIZES = {
+    "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size",
+    "dcp": "decode_context_parallel_size",
+}  # fmt: skip
+
+
+def variant(model: str, settings: Mapping[str, Any]) -> str:
+    """The model's name and what it is run with, where figures of it run otherwise say nothing of that: ranks and weights."""
+    words = [f"{short}{size}" for short, name in SIZES.items() if (size := settings.get(name) or 1) != 1]
+    words += ["ep"] if settings.get("enable_expert_parallel") else []
+    words += [str(settings["quantization"])] if settings.get("quantization") else []
+    return " ".join([model, *words])
 
 
 def better_peer(row: Row, aim: Aim) -> float | None:

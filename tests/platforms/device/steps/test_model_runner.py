@@ -17,7 +17,7 @@ from pelton.sampling.tails import FULL, GREEDY
 from pelton.sampling_params import SamplingParams
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton_platforms.device.graphs.dispatcher import GraphDispatcher
-from pelton_platforms.device.kv_pool import handed_blocks
+from pelton_platforms.device.kv_pool import KVPool, LayerCache, copies_at_once, handed_blocks
 from pelton_platforms.device.steps import masks as mask_places
 from pelton_platforms.device.steps.staging import StagingRing
 from pelton_platforms.device.steps.step_shapes import padding_shape
@@ -488,3 +488,15 @@ def test_padding_is_sampled_in_each_way_that_is_asked_for(driver, monkeypatch):
     monkeypatch.setattr(ops, "sample", lambda variant: (asked.append(variant), sample(variant))[1])
     driver.runner.run_padding(padding_shape(3, 3), [GREEDY, FULL])
     assert asked == [GREEDY, FULL]
+
+
+def test_blocks_are_copied_in_their_order():
+    """Whole pages: a chain goes on from what was copied, and a block that is written over was read before."""
+    copies = [(1, 2), (3, 1), (2, 4), (1, 5), (6, 7), (7, 6)]
+    assert list(copies_at_once(copies)) == [([1, 3], [2, 1]), ([2, 1, 6], [4, 5, 7]), ([7], [6])]
+    for width in (3, 16):  # bytes of a page: such as go in words, and others
+        memory = torch.arange(8, dtype=torch.uint8).repeat_interleave(width)
+        pool = KVPool(8, [LayerCache("a", 0, (memory.view(8, width),))])
+        for sources, targets in copies_at_once(copies):
+            pool.copy_blocks(torch.tensor(sources), torch.tensor(targets))
+        assert memory.view(8, width).tolist() == [[block] * width for block in [0, 3, 1, 3, 1, 3, 6, 6]]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from pelton.lora.op import Lora, LoraNeeds, LoraTensors
-from pelton.lora.rows import LARGE_TILE, SMALL_TILE, UNITS_PAST, AdapterRows, tile_rows
+from pelton.lora.rows import LARGE_TILE, SMALL_TILE, UNITS_PAST, AdapterRowTensors, tile_rows
 from pelton_backends.triton.launch import Launcher, alignment, launch
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows
 from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, shared_memory, wait_for_inputs
@@ -249,8 +249,8 @@ def _sort_kernel(
 _FEW_PAIRED, _MOST_PAIRED = 16, 128  # tokens: one program compares all pairs
 
 
-def sort_rows(rows: AdapterRows, num_tokens: int) -> bool:
-    """`AdapterRows.sort` in one kernel, of few tokens: torch's dozen took 61 us for one (H200, in a graph)."""
+def sort_rows(rows: AdapterRowTensors, num_tokens: int) -> bool:
+    """`AdapterRowTensors.sort` in one kernel, of few tokens: torch's dozen took 61 us for one (H200, in a graph)."""
     if num_tokens > _MOST_PAIRED:
         return False
     num_tiles = rows.num_tiles(num_tokens)

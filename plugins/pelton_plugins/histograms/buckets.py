@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+
+from pelton.metrics.snapshot import Histogram
 
 
 class BucketCounts:
@@ -49,3 +51,10 @@ class BucketCounts:
         return dict(
             zip((*(repr(float(bound)) for bound in self.bounds), "+Inf"), accumulate(self._counts), strict=True)
         )
+
+    def as_metric(self, name: str, documentation: str, labels: Mapping[str, str]) -> Histogram:
+        """Return what was observed so far."""
+        return Histogram(
+            name=name, labels=dict(labels), documentation=documentation, count=self.count, sum=self.sum,
+            buckets=self.cumulative(),
+        )  # fmt: skip

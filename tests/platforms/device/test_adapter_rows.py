@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pelton.lora.rows import AdapterRows, tile_rows
+from pelton.lora.rows import tile_rows
+from pelton_platforms.device.adapter_rows import AdapterRows
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,1 @@
+"""Histograms as Prometheus has them, which plugins that count share."""
