@@ -507,8 +507,8 @@ def models_page() -> str:
         "that is); and of an output the state behind its last full block, which the next one is written over. A request finds the longest "
         "prefix whose keys and values, and whose state, are there. It gets a copy of that, made on the device before its first step.",
         "Nobody holds what is kept: it lies among the free blocks until its block is needed, least recently used first. So it takes no "
-        "room from a request; in a pool that is full nothing is kept, and a request that is preempted there computes its states again. A copy "
-        "takes as much as a block of tokens in each of the groups of states, which is why a prompt leaves one or two, and not one at each "
+        "room from a request; in a pool that is full nothing is kept, and a request that is preempted there computes its states again. A "
+        "copy takes as much as a block of tokens in each of the groups of states, which is why a prompt leaves one or two, and not one at each "
         "block. Prompts of more than a block end a step where a state is kept, so they have one step more, or two; "
         "`enable_prefix_caching` off, or `enable_chunked_prefill` off, spares it. An executor whose steps are not ordered finds no states.",
         "## Forms of weights",
