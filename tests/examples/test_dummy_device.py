@@ -53,6 +53,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.covering(1)  # each kind of cache and each setting; with each other on a CPU, in e2e
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ids_equal_transformers_on_the_dummy_device(installed, case, name):
     family, path, prompts, expected = case

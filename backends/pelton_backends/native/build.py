@@ -1,11 +1,13 @@
 """Compile the C files for one instruction set into shared libraries, once for each content: sources, flags, compiler.
 
-One library has what every model needs. Files that only some models need are libraries of their own, which call the first. Each is
-made under a private name and renamed, so that two processes may make it at once.
+One library has what every model needs. Files that only some models need are libraries of their own, which call the first. Of several
+processes one compiles, and the others wait for it. Each library is made under a private name and renamed, so that none is read half
+made, and two processes may make it at once where the file system has no locks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -90,15 +92,28 @@ def build_libraries(
     The base has to be loaded first: that is how the others find it.
     """
     compiler = find_compiler()
-    flags = [*FLAGS, *isa.flags, *extra_flags]
     folder = folder or cache_folder("native")
-    key = content_key(compiler, flags)
+    key = content_key(compiler, [*FLAGS, *isa.flags, *extra_flags])
     libraries = {group: folder / f"pelton_native-{key}{_suffix(group)}.so" for group in (BASE, *groups_of(isa, groups))}
-    lacking = [group for group, library in libraries.items() if not library.exists()]
-    if not lacking:
+    if all(library.exists() for library in libraries.values()):
         return libraries
+    with _one_at_a_time(folder):
+        lacking = [group for group, library in libraries.items() if not library.exists()]
+        if lacking:
+            _build(compiler, isa, extra_flags, lacking, libraries)
+    return libraries
+
+
+def _build(
+    compiler: str,
+    isa: InstructionSet,
+    extra_flags: Sequence[str],
+    lacking: Sequence[str],
+    libraries: dict[str, Path],
+) -> None:
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as place:
+    flags = [*FLAGS, *isa.flags, *extra_flags]
+    with tempfile.TemporaryDirectory(dir=libraries[BASE].parent, prefix="building-") as place:
         sources = {group: _sources(isa, group) for group in lacking}
         _compile(compiler, flags, [source for group in lacking for source in sources[group]], Path(place))
         for group, library in libraries.items():
@@ -113,7 +128,25 @@ def build_libraries(
     logger.info(
         "compiled the CPU kernels (%s) for %s with %s: %.1f s", what, isa.name, compiler, time.monotonic() - started
     )
-    return libraries
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Of all processes with this folder, if its file system has locks: several ranks or servers would compile the same."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork of this process may have the descriptor too
+        os.close(descriptor)
 
 
 def build_library(isa: InstructionSet, *, extra_flags: Sequence[str] = (), folder: Path | None = None) -> Path:

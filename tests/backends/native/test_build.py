@@ -70,12 +70,21 @@ def test_the_key_follows_sources_and_flags(tmp_path, monkeypatch):
     assert len(keys) == 3
 
 
-def test_two_processes_compile_at_once(tmp_path, sources):
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_of_two_processes_one_compiles_where_there_are_locks(tmp_path, sources, has_locks):
+    asked, compiler = tmp_path / "asked", tmp_path / "bin" / "cc"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\nsleep 0.3\necho "$*" >> {asked}\nexec {build.find_compiler()} "$@"\n')
+    compiler.chmod(0o755)
     code = BUILD.format(sources=str(sources))
+    if not has_locks:
+        code = f"import fcntl\ndef flock(*given): raise OSError\nfcntl.flock = flock\n{code}"
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda _: run_python(code, XDG_CACHE_HOME=str(tmp_path)), range(2)))
+        results = list(pool.map(lambda _: run_python(code, **environment), range(2)))
     (made,) = (tmp_path / "pelton/native").iterdir()
     assert [result.stdout.split() for result in results] == [[str(made)]] * 2, results
+    assert asked.read_text().count("-shared") == (1 if has_locks else 2)
 
 
 def test_without_a_compiler_the_torch_reference_is_used(tmp_path):
