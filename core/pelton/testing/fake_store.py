@@ -83,6 +83,8 @@ class FakeStore:
         """All rows write their KV before any row reads. A step that fails writes `junk`."""
         written: set[tuple[int, int, int]] = set()
         held: dict[int, set[str]] = {}
+        for _, target in output.block_copies if junk else ():
+            self._put_state(target, JUNK)
         for place, row in enumerate(rows):
             if row.is_spoilt:
                 self._write_junk(row)  # after a failed step its counts are not the scheduler's any more
