@@ -203,14 +203,15 @@ def test_the_performance_page_has_every_measurement_and_what_the_table_aims_at()
     for name in WORKLOADS:
         assert name in " ".join(lines), name
     aims = text[text.index("## What is aimed at") :]
-    for model in peers.AIMS.values():
+    for name, model in peers.AIMS.items():
         for row in peers.ROWS:
             aim = model.get(row.name)
             if aim is not None:
                 best = peers.better_peer(row, aim)
                 for figure in filter(None, (aim.target, aim.stretch)):
                     assert re.search(rf"(?<![\d.,]){figure:,g}0?(?![\d,.]*\d)", aims), f"{row.name}: {figure:,g}"
-                if best is not None and aim.target is not None:
+                # Rows of ranks and of weights in FP8 stand together, their peers' figures in one bracket.
+                if best is not None and aim.target is not None and " " not in name:
                     assert f"({best:,g})" in aims or f"({best:,.0f})" in aims, f"{row.name}: {best}"
 
 
