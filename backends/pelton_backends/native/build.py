@@ -132,7 +132,7 @@ def _build(
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Of all processes with this folder, if its file system has locks: several ranks or servers would compile the same."""
+    """Wait for other processes that compile into this folder, if its file system has locks: ranks or servers would compile the same."""
     try:
         import fcntl
     except ImportError:
