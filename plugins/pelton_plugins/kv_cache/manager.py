@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pelton.config.kv_cache import KVCacheConfig
 from pelton.kv_cache.interface import NULL_BLOCK, BlockIds, CacheableRequest, KVCacheManager, KVManagerContext
@@ -24,7 +24,9 @@ from pelton_plugins.kv_cache.single_type import (
     TypeBlocks,
     make_managers,
 )
-from pelton_plugins.kv_cache.states import RequestStates, StateKeeper
+
+if TYPE_CHECKING:
+    from pelton_plugins.kv_cache.states import RequestStates, StateKeeper
 
 
 class _Held:
@@ -72,6 +74,8 @@ class PagedKVCacheManager(KVCacheManager):
         state_groups = [group for manager in self._managers if manager.copies_hits for group in manager.group_ids]
         self._keeper: StateKeeper | None = None
         if state_groups and self._caches_blocks:
+            from pelton_plugins.kv_cache.states import StateKeeper
+
             alignment = self._coordinator.alignment
             self._keeper = StateKeeper(
                 state_groups, self.pool, alignment=alignment, hash_block_size=plan.hash_block_size
@@ -153,8 +157,7 @@ class PagedKVCacheManager(KVCacheManager):
             if appended is not None:
                 self._held[request.request_id] = held
                 if self._keeper is not None and self.hands_copies:
-                    held.states = RequestStates(self._keeper.wanted(request))
-                    self._keeper.plan_next(held.states, end - num_new_tokens)
+                    held.states = self._keeper.begin(request, end - num_new_tokens)
         if appended is None:
             return None
         if keeps_state:

@@ -66,6 +66,12 @@ class StateKeeper:
         last = (request.num_tokens - 1) // self._alignment * self._alignment  # its last token is never found
         return sorted({last, num_shared}) if name == request.request_id else [last]
 
+    def begin(self, request: CacheableRequest, num_computed: int) -> RequestStates:
+        """Return the states of a request that goes on behind so many tokens; none is kept yet."""
+        states = RequestStates(self.wanted(request))
+        self.plan_next(states, num_computed)
+        return states
+
     def plan_next(self, states: RequestStates, num_computed: int) -> None:
         following = (num_computed // self._alignment + 1) * self._alignment
         states.next = next((place for place in states.wanted if place > num_computed), following)
