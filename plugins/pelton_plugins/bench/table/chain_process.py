@@ -92,7 +92,7 @@ def make_worker(settings: dict[str, Any], most_rows: int) -> Any:
     worker = worker_class(platform, plugins)(
         WorkerContext(config=config, model=model, platform=platform, plugins=plugins)
     )
-    if not hasattr(type(worker), "loaded"):
+    if not hasattr(type(worker), "build"):
         raise NotSupportedError(
             f"{type(worker).__name__} is not Pelton's own worker, whose steps are taken apart here."
         )
