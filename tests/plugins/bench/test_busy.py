@@ -55,7 +55,7 @@ def test_every_situation_is_measured_and_nothing_goes_on_running(model, fake_fla
     )
     assert result["device"] == "fake" and result["num_seqs"] == 2
     assert counts == [False, False, *[True] * 6], "two engines; one loop and then two, in each round"
-    assert children() == before
+    assert children() <= before, "what other tests have left may end meanwhile"
     text = capsys.readouterr().out
     assert "4 in, 3 out, medians of 2 rounds, fake" in text and "two engines, the other" in text and "100%" in text
 
