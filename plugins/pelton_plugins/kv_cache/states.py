@@ -31,9 +31,8 @@ class RequestStates:
         self.next = NEVER  # the next tokens whose state is
         self.kept: list[bytes] = []  # hashes that those of the prompt are found by
         self.last: bytes | None = None  # and the output's
-        self.unnamed: bytes | None = (
-            None  # what stands for the hash of the output's, while the host does not know all of its tokens
-        )
+        # Of the output's: what stands for its hash while the host does not know all of its tokens.
+        self.unnamed: bytes | None = None
         self.unnamed_at = NEVER  # how many these are
 
 

@@ -114,9 +114,7 @@ class RequestState:
         self.side_slot = -1
         self.capacity = 0  # tokens that the held blocks have room for
         self.tables: list[list[int]] = []  # block table per group as the workers have it: it only grows
-        self.kept_states: list[
-            tuple[int, int]
-        ] = []  # (tokens, block) of states that it has found, or that are kept of it
+        self.kept_states: list[tuple[int, int]] = []  # (tokens, block) of states that it found, or that are kept of it
         self.block_hashes: list[bytes] = []
         self.packed_token_ids = b""  # `pack_tokens` of the known tokens, while it is admitted
         self.extra_hashes: dict[int, list[str]] | None = None  # of items and embeddings, by block; None: not hashed yet
