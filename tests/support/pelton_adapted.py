@@ -9,7 +9,7 @@ import torch
 from pelton_lora_op import make_lora_case
 
 from pelton.lora.op import AdaptedNeeds, AdaptedTensors
-from pelton.lora.rows import AdapterRowTensors
+from pelton.lora.rows import AdapterRowTensors, padded_ranks
 from pelton.ops.interface import (
     AddNormGatedLinearNeeds,
     AddNormGatedLinearTensors,
@@ -23,8 +23,17 @@ from pelton.ops.interface import (
 )
 
 
+def beside_each_other(b: torch.Tensor) -> torch.Tensor:
+    """B [S, R, N] as it lies off CPUs: a column's ranks of all slots beside each other."""
+    num_slots, rank, columns = b.shape
+    rows = torch.zeros(columns, padded_ranks(num_slots * rank), dtype=b.dtype, device=b.device)
+    found = rows.as_strided((num_slots, rank, columns), (rank, 1, rows.stride(0)))
+    found.copy_(b)
+    return found
+
+
 class AdaptedCase:
-    """Random weights and adapters of one product; B's ranks beside each other, as off CPUs."""
+    """Random weights and adapters of one product."""
 
     def __init__(
         self, slots: list[int], size: int, parts: tuple[int, ...], *, dtype: torch.dtype, device: Any, rank: int = 16,
@@ -49,7 +58,7 @@ class AdaptedCase:
             return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
 
         a = case.tensors.a.clone().mul_(size**-0.5)
-        b = case.tensors.b.clone().transpose(1, 2).contiguous().transpose(1, 2)
+        b = beside_each_other(case.tensors.b)
         self.rows: AdapterRowTensors = case.tensors.rows
         adapter = replace(case.tensors, a=a, b=b)
         spec = LinearSpec(in_features=size, out_features=columns, has_bias=has_bias)
@@ -127,16 +136,23 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 
 def implementations(family: str) -> dict[type, tuple[Any, Any]]:
-    """By the base's needs: the product with adapters, and the base op whose bits rows without one have. gemv or hopper."""
-    from pelton_backends.triton.ops.linear import gemv, small_batch
+    """By the base's needs: the product with adapters, and the base op whose bits rows without one have. gemv, hopper or many."""
+    from pelton_backends.triton.ops.linear import gemv, large_batch, small_batch
     from pelton_backends.triton.ops.lora import gemv as lora_gemv
     from pelton_backends.triton.ops.lora import hopper as lora_hopper
+    from pelton_backends.triton.ops.lora import hopper_many
 
     if family == "gemv":
         return {
             LinearNeeds: (lora_gemv.LoraGemvLinear, gemv.GemvLinear),
             AddNormLinearNeeds: (lora_gemv.LoraGemvAddNormLinear, gemv.GemvAddNormLinear),
             AddNormGatedLinearNeeds: (lora_gemv.LoraGemvAddNormLinear, gemv.GemvAddNormGatedLinear),
+        }
+    if family == "many":
+        return {
+            LinearNeeds: (hopper_many.LoraManyLinear, large_batch.LargeBatchLinear),
+            AddNormLinearNeeds: (hopper_many.LoraManyAddNormLinear, large_batch.LargeBatchAddNormLinear),
+            AddNormGatedLinearNeeds: (hopper_many.LoraManyAddNormLinear, large_batch.LargeBatchAddNormGatedLinear),
         }
     return {
         LinearNeeds: (lora_hopper.LoraHopperLinear, small_batch.SmallBatchLinear),

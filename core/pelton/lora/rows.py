@@ -21,8 +21,19 @@ else:
 SMALL_TILE, LARGE_TILE = 16, 64
 """Rows of a tile: few rows share an adapter in a decode step; prompts fill large tiles."""
 LARGE_STEP = 512
+SPAN = 192
+"""Neighbouring rows that a kernel for prompts multiplies together."""
 UNITS_PAST = 8
 """A kernel may take so many units at once, some past the last among them."""
+
+
+PANEL = 64
+"""Ranks of neighbouring slots that are copied at once."""
+
+
+def padded_ranks(num_ranks: int) -> int:
+    """Numbers between two columns of B that has all slots' ranks beside each other: whole panels, where they fill more than one."""
+    return num_ranks if num_ranks <= PANEL else -(-num_ranks // PANEL) * PANEL
 
 
 def tile_rows(num_tokens: int) -> int:
@@ -49,6 +60,8 @@ class AdapterRowTensors(ABC):
     """Neighbouring slots that a kernel reads together: a unit. Set with `sort`, which fills in the next two fields."""
     units: Tensor  # [U], those with rows, from the first on; numbers of units that there are not behind them
     num_units: Tensor  # [1]
+    span_slots: Tensor  # [spans, SPAN], slots that a span's rows use, each once; of steps that `sort` does not serve
+    num_span_slots: Tensor  # [spans]
     step: Tensor  # [1], counts `place`, with tiles: what a kernel leaves for another of the same step says so
 
     def num_tiles(self, num_tokens: int) -> int:

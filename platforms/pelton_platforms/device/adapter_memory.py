@@ -1,25 +1,24 @@
 """The memory of adapters' low-rank matrices, and the layers that they are for.
 
-A layer registers when it is made; memory is allocated when all have. Each slot's matrices lie one behind the other, so that
-an adapter comes to its slot in one copy, and every layer sees its part of all slots at an address that never changes.
+A layer registers when it is made; memory is allocated when all have, and every layer sees its part of all slots at an address that
+never changes. How it lies: `adapter_slots.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
 
 from pelton.errors import ConfigError
 from pelton.lora.layers import AdapterLayer, BaseProduct
 from pelton.lora.op import AdaptedNeeds, AdaptedTensors, Lora, LoraNeeds, LoraTensors
 from pelton_platforms.device.adapter_rows import AdapterRows
+from pelton_platforms.device.adapter_slots import LayeredSlotMemory, PackedLayer, SlotMemory, aligned
 
 if TYPE_CHECKING:
+    import torch
+
     from pelton.config import EngineConfig, LoRAConfig
     from pelton.layers.norm import RMSNorm
     from pelton.lora.rows import AdapterRowTensors
@@ -27,12 +26,11 @@ if TYPE_CHECKING:
     from pelton.quantization.interface import LinearShard
 
 _LEAST_RANK = 16  # of a matrix that tensor cores multiply
-_ALIGNMENT = 64  # numbers: every matrix starts at a multiple of 128 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPart:
-    """One matrix of the checkpoint, or some of its rows, and where A and B lie in a slot."""
+    """One matrix of the checkpoint, or some of its rows, and where A and B lie in a packed adapter."""
 
     shard: LinearShard
     a_start: int  # of [R, columns]
@@ -63,7 +61,7 @@ class AdapterMemory:
         self.has_heads_left_out = False
         """The model pools: adapters may have been trained on it with or without a head around it."""
         self._is_unread: Callable[[str], bool] = lambda name: False
-        self.slots: Tensor | None = None  # [S, numbers of a slot]
+        self.slots: SlotMemory | None = None
         self._targets = frozenset(config.lora_target_modules)
         self._layers: list[AdapterLayer] = []
         self._size = 0
@@ -128,12 +126,12 @@ class AdapterMemory:
 
     @property
     def size(self) -> int:
-        """Numbers of one slot."""
+        """Numbers of a packed adapter."""
         return self._size
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.slots is None else self.slots.numel() * self.slots.element_size()
+        return 0 if self.slots is None else self.slots.tensor.nbytes
 
     @property
     def target_modules(self) -> list[str]:
@@ -154,19 +152,29 @@ class AdapterMemory:
             raise ConfigError(
                 f"enable_lora is set, and no layer of this model takes adapters{why and f' ({why})'}. Leave it out."
             )
-        shape = (self.num_slots, self._size)
+        packed = [
+            PackedLayer(
+                layer.a_start, layer.b_start, len(layer.needs.parts) * self.rank, layer.needs.in_features, sum(layer.needs.parts)
+            )
+            for layer in self._layers
+        ]  # fmt: skip
+        memory = SlotMemory if build.device.type == "cpu" else LayeredSlotMemory
         try:
-            self.slots = torch.zeros(shape, dtype=build.dtype, device=build.device)
+            self.slots = memory(
+                packed,
+                size=self._size,
+                num_slots=self.num_slots,
+                rank=self.rank,
+                dtype=build.dtype,
+                device=build.device,
+            )
         except RuntimeError as error:
             raise ConfigError(
                 f"Adapters of rank {self.rank} take {self._size * build.dtype.itemsize} bytes each, and max_loras is "
                 f"{self.num_slots}: so much memory is not left. Set max_loras or max_lora_rank lower."
             ) from error
-        for layer in self._layers:
-            needs = layer.needs
-            columns = sum(needs.parts)
-            a = self._view(layer.a_start, len(needs.parts) * self.rank, needs.in_features, (needs.in_features, 1))
-            b = self._view(layer.b_start, self.rank, columns, self._b_strides(build, columns))
+        for index, layer in enumerate(self._layers):
+            needs, (a, b) = layer.needs, self.slots.of(index)
             tensors, base = LoraTensors(a, b, self.rows, layer.norm), layer.base
             if base is None:
                 bind: Callable[..., Lora] = build.ops.bind
@@ -179,13 +187,9 @@ class AdapterMemory:
         """On a CPU neighbouring columns are lanes; elsewhere a program takes all ranks of some columns."""
         return (columns, 1) if build.device.type == "cpu" else (1, self.rank)
 
-    def _view(self, start: int, rows: int, cols: int, strides: tuple[int, int]) -> Tensor:
-        assert self.slots is not None
-        return self.slots.as_strided((self.num_slots, rows, cols), (self._size, *strides), start)
-
     def _reserve(self, count: int) -> int:
         start = self._size
-        self._size += math.ceil(count / _ALIGNMENT) * _ALIGNMENT
+        self._size += aligned(count)
         return start
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pelton.lora.rows import LARGE_STEP, UNITS_PAST, AdapterRowTensors, tile_rows
+from pelton.lora.rows import LARGE_STEP, SPAN, UNITS_PAST, AdapterRowTensors, tile_rows
 
 
 class AdapterRows(AdapterRowTensors):
@@ -31,6 +31,8 @@ class AdapterRows(AdapterRowTensors):
         self.unit_slots = 1
         self.units, self.num_units = integers(min(max_num_tokens, num_slots) + UNITS_PAST), integers(1)
         self.step = integers(1)
+        num_spans = -(-num_sorted // SPAN)
+        self.span_slots, self.num_span_slots = integers(num_spans * SPAN), integers(num_spans)
         self._groups = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._tiles = torch.arange(most, dtype=torch.int32, device=device)
 

@@ -48,8 +48,9 @@ class AdapterStore:
         tensors = read_tensors(path, name)
         if self._is_elsewhere is None:
             check_targets(config, self.layers.target_modules, name)
-        memory = pack(tensors, config, self.layers, name, self.layers.slots.dtype, self._is_elsewhere)
-        if self.layers.slots.device.type == "cuda":
+        slots = self.layers.slots.tensor
+        memory = pack(tensors, config, self.layers, name, slots.dtype, self._is_elsewhere)
+        if slots.device.type == "cuda":
             memory = memory.pin_memory()
         with self._lock:
             self._host[load_id] = memory
@@ -58,7 +59,7 @@ class AdapterStore:
         """Have all that `other` had, and in the slots what is in `slots`."""
         assert self.layers.slots is not None
         self._host, self._slot_of = other._host, other._slot_of
-        self.layers.slots.copy_(slots)
+        self.layers.slots.tensor.copy_(slots)
 
     # From the worker's thread.
 
@@ -69,7 +70,7 @@ class AdapterStore:
             memory = self._host.get(load_id)
             if memory is None:
                 raise EngineError(f"Load {load_id} of adapter {adapter_id} is not on the host.")
-            self.layers.slots[slot].copy_(memory, non_blocking=True)
+            self.layers.slots.place(slot, memory)
             self._slot_of = {known: at for known, at in self._slot_of.items() if at != slot} | {adapter_id: slot}
         with self._lock:
             for load_id in dropped:
@@ -113,7 +114,7 @@ def pack(
     dtype: torch.dtype,
     is_elsewhere: Callable[[str], bool] | None = None,
 ) -> Tensor:
-    """An adapter as it lies in a slot: each matrix at its place, filled up with zeros, and zeros where it has none. Matrices of layers that
+    """An adapter on the host: each matrix at its place, filled up with zeros, and zeros where it has none. Matrices of layers that
     are elsewhere are left out.
 
     Raises `InvalidAdapterError` for a tensor that has no place, or another shape than its place.

@@ -52,7 +52,7 @@ class Sleep:
             store = worker.adapters
             if store is not None:
                 assert store.layers.slots is not None
-                self._adapters = store, store.layers.slots.cpu()
+                self._adapters = store, store.layers.slots.tensor.cpu()
             worker.drop_runner()
             worker.drop_model()
             if store is not None:
@@ -110,7 +110,7 @@ def _device_storages(worker: DeviceWorker) -> list[torch.UntypedStorage]:
     if (drafter := worker.loaded.drafter) is not None:
         tensors += [*drafter.parameters(), *drafter.buffers()]
     if worker.adapters is not None and worker.adapters.layers.slots is not None:
-        tensors.append(worker.adapters.layers.slots)
+        tensors.append(worker.adapters.layers.slots.tensor)
     return list(
         {one.data_ptr(): one for one in (tensor.untyped_storage() for tensor in tensors) if one.nbytes()}.values()
     )

@@ -282,7 +282,7 @@ def _adapter_rows(first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def adapter_tile(
-    slots, b, slot_stride, first, num_tokens, N: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
+    slots, b, slot_stride, row_stride, first, num_tokens, N: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
     RANK: tl.constexpr,
 ):  # fmt: skip
     """Slots of the rows of x [M], -1 without an adapter, and their B of a program's rows [R, M, RANK].
@@ -291,7 +291,7 @@ def adapter_tile(
     m = tl.arange(0, M)
     slot = tl.load(slots + m, mask=m < num_tokens, other=-1, cache_modifier=".cg")
     rows = _adapter_rows(first, N, PARTS, R)
-    place = rows[:, None, None] * RANK + tl.arange(0, RANK)[None, None, :]
+    place = rows.to(tl.int64)[:, None, None] * row_stride + tl.arange(0, RANK)[None, None, :]
     inside = (rows < N * PARTS)[:, None, None] & (slot >= 0)[None, :, None]
     return slot, tl.load(b + slot.to(tl.int64)[None, :, None] * slot_stride + place, mask=inside, other=0.0)
 
@@ -343,10 +343,17 @@ def low_places(low, first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr
 
 
 @triton.jit
-def rows_of_b(slot, b, slot_stride, first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr):
+def rows_of_b(
+    slot, b, slot_stride, row_stride, first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr
+):
     """B of a program's rows [R, RANK], of the only row's adapter."""
     rows = _adapter_rows(first, N, PARTS, R)
-    place = b + tl.maximum(slot, 0).to(tl.int64) * slot_stride + rows[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    place = (
+        b
+        + tl.maximum(slot, 0).to(tl.int64) * slot_stride
+        + rows.to(tl.int64)[:, None] * row_stride
+        + tl.arange(0, RANK)[None, :]
+    )
     return tl.load(place, mask=(rows < N * PARTS)[:, None], other=0.0)
 
 
@@ -409,7 +416,7 @@ def linear_low(
 
 @triton.jit
 def add_adapters(
-    y, slots, early, tile, b, slot_stride, low, squares, eps, first, num_tokens, N: tl.constexpr, K: tl.constexpr,
+    y, slots, early, tile, b, slot_stride, row_stride, low, squares, eps, first, num_tokens, N: tl.constexpr, K: tl.constexpr,
     PARTS: tl.constexpr, M: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
     SECOND: tl.constexpr, THIRD: tl.constexpr, NUM: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -417,7 +424,7 @@ def add_adapters(
     m = tl.arange(0, M)
     slot = tl.load(slots + m, mask=m < num_tokens, other=-1, cache_modifier=".cg")
     if tl.sum((slot != early).to(tl.int32), axis=0) > 0:  # this step's slots came after the first look
-        slot, tile = adapter_tile(slots, b, slot_stride, first, num_tokens, N, PARTS, M, R, RANK)
+        slot, tile = adapter_tile(slots, b, slot_stride, row_stride, first, num_tokens, N, PARTS, M, R, RANK)
     more = adapter_product(
         slot, tile, low, squares, eps, first, num_tokens, N, K, PARTS, M, R, RANK, SPLITS, WIDTH, SECOND, THIRD, NUM,
         HAS_NORM,
@@ -431,7 +438,7 @@ def add_norm_product(
     pid, HAS_RESIDUAL: tl.constexpr, HAS_POST: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     NUM: tl.constexpr, AHEAD: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
-    slots, b, low, squares, slot_stride, RANK: tl.constexpr, LOW_SPLITS: tl.constexpr, LOW_WIDTH: tl.constexpr,
+    slots, b, low, squares, slot_stride, row_stride, RANK: tl.constexpr, LOW_SPLITS: tl.constexpr, LOW_WIDTH: tl.constexpr,
     SECOND: tl.constexpr, THIRD: tl.constexpr, NUM_PARTS: tl.constexpr, step, LOW_PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """R rows of the weight, R / PARTS of each of its PARTS, times the normed rows, with adapters [R, M]; pid: without those that
@@ -452,10 +459,10 @@ def add_norm_product(
         if HAS_POST:
             post_pieces = load_rows(post_norm + tl.zeros([1, 1], tl.int32), K, P, NUM)
     if LOW_PROGRAMS > 0:
-        adapter = rows_of_b(slot, b, slot_stride, first, N, PARTS, R, RANK)
+        adapter = rows_of_b(slot, b, slot_stride, row_stride, first, N, PARTS, R, RANK)
         places = low_places(low, first, N, PARTS, R, RANK, SECOND, THIRD)
     elif RANK > 0:
-        early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, PARTS, M, R, RANK)
+        early, adapter = adapter_tile(slots, b, slot_stride, row_stride, first, num_tokens, N, PARTS, M, R, RANK)
     wait_for_inputs(PDL)
     if BY_WARPS:
         x = add_norm_by_warps(
@@ -474,7 +481,7 @@ def add_norm_product(
         y = with_adapter(y, slot, adapter, words, places, this_step)
     elif RANK > 0:
         y = add_adapters(
-            y, slots, early, adapter, b, slot_stride, low, squares, eps, first, num_tokens, N, K, PARTS, M, R, RANK,
+            y, slots, early, adapter, b, slot_stride, row_stride, low, squares, eps, first, num_tokens, N, K, PARTS, M, R, RANK,
             LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, True,
         )  # fmt: skip
     return y
@@ -488,7 +495,7 @@ def add_norm_linear_kernel(
     HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
     DOT: tl.constexpr, PDL: tl.constexpr,
-    slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
+    slots=None, b=None, low=None, squares=None, slot_stride=0, row_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
     LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
     a=None, a_stride=0, step=None, LOW_PROGRAMS: tl.constexpr = 0,
 ):  # fmt: skip
@@ -506,7 +513,7 @@ def add_norm_linear_kernel(
     y = add_norm_product(
         hidden, residual, norm, post_norm, weight, new_residual, eps, post_eps, num_tokens, hidden_stride, residual_stride, pid,
         HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, N, K, 1, M, W, R, C, NUM, AHEAD, DOT, PDL,
-        slots, b, low, squares, slot_stride, RANK, LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, step, LOW_PROGRAMS,
+        slots, b, low, squares, slot_stride, row_stride, RANK, LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, step, LOW_PROGRAMS,
     )  # fmt: skip
     first = pid * R
     if HAS_BIAS:
@@ -519,7 +526,7 @@ def linear_kernel(
     x, weight, bias, out, num_tokens, stride, HAS_BIAS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
     X_AHEAD: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
-    slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
+    slots=None, b=None, low=None, squares=None, slot_stride=0, row_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
     LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
     a=None, a_stride=0, step=None, LOW_PROGRAMS: tl.constexpr = 0,
 ):  # fmt: skip
@@ -537,10 +544,10 @@ def linear_kernel(
     let_next_start(PDL)
     tile = load_tile(weight, first, N, K, 1, W, R, C, AHEAD, DOT)
     if LOW_PROGRAMS > 0:
-        adapter = rows_of_b(slot, b, slot_stride, first, N, 1, R, RANK)
+        adapter = rows_of_b(slot, b, slot_stride, row_stride, first, N, 1, R, RANK)
         places = low_places(low, first, N, 1, R, RANK, SECOND, THIRD)
     elif RANK > 0:
-        early, adapter = adapter_tile(slots, b, slot_stride, first, num_tokens, N, 1, M, R, RANK)
+        early, adapter = adapter_tile(slots, b, slot_stride, row_stride, first, num_tokens, N, 1, M, R, RANK)
     wait_for_inputs(PDL)
     start = x + tl.minimum(tl.arange(0, M), num_tokens - 1)[:, None] * stride
     x_pieces = load_rows(start, K, W * C * 32, X_AHEAD)
@@ -551,7 +558,7 @@ def linear_kernel(
         y = with_adapter(y, slot, adapter, words, places, this_step)
     elif RANK > 0:
         y = add_adapters(
-            y, slots, early, adapter, b, slot_stride, low, squares, 0.0, first, num_tokens, N, K, 1, M, R, RANK,
+            y, slots, early, adapter, b, slot_stride, row_stride, low, squares, 0.0, first, num_tokens, N, K, 1, M, R, RANK,
             LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, False,
         )  # fmt: skip
     if HAS_BIAS:
@@ -567,7 +574,7 @@ def add_norm_gated_linear_kernel(
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, C: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
     DOT: tl.constexpr, PDL: tl.constexpr,
-    slots=None, b=None, low=None, squares=None, slot_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
+    slots=None, b=None, low=None, squares=None, slot_stride=0, row_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
     LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
     a=None, a_stride=0, step=None, LOW_PROGRAMS: tl.constexpr = 0,
 ):  # fmt: skip
@@ -589,7 +596,7 @@ def add_norm_gated_linear_kernel(
     y = add_norm_product(
         hidden, residual, norm, post_norm, weight, new_residual, eps, post_eps, num_tokens, hidden_stride, residual_stride, pid,
         HAS_RESIDUAL, HAS_POST, UNIT_OFFSET, POST_UNIT_OFFSET, N, K, 2, M, W, R, C, NUM, AHEAD, DOT, PDL,
-        slots, b, low, squares, slot_stride, RANK, LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, step, LOW_PROGRAMS,
+        slots, b, low, squares, slot_stride, row_stride, RANK, LOW_SPLITS, LOW_WIDTH, SECOND, THIRD, NUM_PARTS, step, LOW_PROGRAMS,
     )  # fmt: skip
     first = pid * H
     gate, up = tl.split(tl.permute(tl.reshape(y, [2, H, M]), [1, 2, 0]))

@@ -42,7 +42,7 @@ def _token_range(needs: AdaptedNeeds) -> tuple[int, int | None]:
 
 def can_read(tensors: LoraTensors) -> bool:
     """Return whether B's ranks lie beside each other."""
-    return tensors.b.stride(1) == 1 and tensors.b.stride(2) == tensors.b.shape[1]
+    return tensors.b.stride(1) == 1 and tensors.b.stride(2) % tensors.b.shape[1] == 0
 
 
 class GemvAdapter:
@@ -52,7 +52,8 @@ class GemvAdapter:
         assert can_read(tensors), "B's ranks lie beside each other"
         self.shrink = Shrink(needs, tensors)
         self._slots, self._step = tensors.rows.token_slots, tensors.rows.step
-        self._a, self._b, self._stride = tensors.a, tensors.b, tensors.b.stride(0)
+        self._a, self._b = tensors.a, tensors.b
+        self._strides = {"slot_stride": tensors.b.stride(0), "row_stride": tensors.b.stride(2)}
         self._words = torch.zeros(len(needs.parts) * needs.rank, dtype=torch.int64, device=tensors.a.device)
         first, second = (*needs.parts, 1 << 30, 1 << 30)[:2]
         self._constants = {
@@ -62,14 +63,14 @@ class GemvAdapter:
     def of_one(self) -> dict[str, Any]:
         """Keyword arguments of the call, for one row."""
         return {
-            "slots": self._slots, "b": self._b, "low": self._words, "slot_stride": self._stride, "a": self._a,
-            "a_stride": self._a.stride(0), "step": self._step, "low_rows": self._words.numel(), **self._constants,
+            "slots": self._slots, "b": self._b, "low": self._words, "a": self._a, "a_stride": self._a.stride(0), "step": self._step,
+            "low_rows": self._words.numel(), **self._strides, **self._constants,
         }  # fmt: skip
 
     def of_more(self, low: Low) -> dict[str, Any]:
         """Keyword arguments of the call, for A x of several rows."""
         return {
-            "slots": self._slots, "b": self._b, "low": low.sums, "squares": low.squares, "slot_stride": self._stride,
+            "slots": self._slots, "b": self._b, "low": low.sums, "squares": low.squares, **self._strides,
             "LOW_SPLITS": low.splits, "LOW_WIDTH": triton.next_power_of_2(low.splits), **self._constants,
         }  # fmt: skip
 

@@ -16,7 +16,8 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pelton.lora.op import AdaptedNeeds, AdaptedTensors
+from pelton.lora.op import AdaptedNeeds, AdaptedTensors, LoraTensors
+from pelton.lora.rows import PANEL, padded_ranks
 from pelton.ops.interface import LinearNeeds
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear import small_batch
@@ -32,21 +33,20 @@ from pelton_backends.triton.ops.linear.hopper_split_k import (
 )
 from pelton_backends.triton.ops.linear.large_batch import add_norm
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE
-from pelton_backends.triton.ops.lora.gemv import can_read
 from pelton_backends.triton.ops.lora.hopper_gated_kernel import adapted_gated_kernel
+from pelton_backends.triton.ops.lora.hopper_shared_kernel import adapted_shared_kernel
 from pelton_backends.triton.ops.lora.hopper_words_kernel import adapted_words_kernel
 from pelton_backends.triton.ops.lora.linear import TritonLora, sort_rows
 from pelton_backends.triton.ops.lora.shrink import reasons_against
 from pelton_backends.triton.ops.pieces import empty_rows
-from pelton_backends.triton.runtime import H200_MEMORY, has_pdl, launch_options
+from pelton_backends.triton.runtime import H200_MEMORY, has_pdl, launch_options, num_sms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_TOKENS = 64
-MOST_SHARES = 4
-UNIT_RANKS = 64
-"""Of the neighbouring slots that are copied at once."""
+MOST_SHARES = 8
+_OWN_SHARES = 4  # of programs that do nothing else
 _SHARE_COLUMNS = 512  # of x, at least
 _SCRATCH = 10 << 10
 _PROGRAMS = 132  # that an H200 runs at once
@@ -74,12 +74,18 @@ class AdaptedTiling(NamedTuple):
 
 def most_units(num_slots: int, rank: int) -> int:
     """Most units of a step, as a tile of A has two of them at most."""
-    return triton.cdiv(min(MAX_TOKENS, triton.cdiv(num_slots * rank, UNIT_RANKS)), 2) * 2
+    return triton.cdiv(min(MAX_TOKENS, triton.cdiv(num_slots * rank, PANEL)), 2) * 2
 
 
 def low_tiles(num_tokens: int, num_slots: int, rank: int, rows: int) -> int:
     """Most tiles of A that have rows, of one part and one share."""
-    return triton.cdiv(min(num_tokens, triton.cdiv(num_slots * rank, UNIT_RANKS)), rows // UNIT_RANKS)
+    return triton.cdiv(min(num_tokens, triton.cdiv(num_slots * rank, PANEL)), rows // PANEL)
+
+
+def can_copy(tensors: LoraTensors) -> bool:
+    """Return whether a panel of B has ranks of neighbouring slots."""
+    num_slots, rank, _ = tensors.b.shape
+    return tensors.b.stride() == (rank, 1, padded_ranks(num_slots * rank))
 
 
 class _Cut(NamedTuple):
@@ -108,8 +114,8 @@ class _Product:
         num_counters = triton.cdiv(self._weight.shape[0], SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, 16)
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
         self._described: dict[tuple[int, int], tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]] = {}
-        self._is_ours = can_multiply(self._weight) and can_read(tensors.adapter)
-        self._rows.sort, self._rows.unit_slots = sort_rows, UNIT_RANKS // self._rank
+        self._is_ours = can_multiply(self._weight) and can_copy(tensors.adapter)
+        self._rows.sort, self._rows.unit_slots = sort_rows, PANEL // self._rank
 
     def takes(self, x: Tensor) -> bool:
         if not (self._is_ours and HopperProduct.takes(x) and x.shape[0] <= MAX_TOKENS):
@@ -161,19 +167,22 @@ class _Product:
         a, b, panel = self._a, self._b.transpose(1, 2), panel_of(self._weight)
         weight = (panels_of if self._activation is None else paired_panels_of)(self._weight, out_features, rows, panels)
         described_a = TensorDescriptor(
-            a, [slots, a.shape[1], in_features], [a.stride(0), in_features, 1], [UNIT_RANKS // rank, rank, panel],
+            a, [slots, a.shape[1], in_features], [a.stride(0), in_features, 1], [PANEL // rank, rank, panel],
             gl.NVMMASharedLayout(PANEL_BYTES, 16, 3),
         )  # fmt: skip
+        # B's columns follow those of the weight: a panel has the ranks of a unit.
+        num_columns, stride = slots * rank, b.stride(1)
+        num_panels = triton.cdiv(num_columns, PANEL)
+        half, unit = out_features // 2, min(num_columns, PANEL)
         if self._activation is None:
-            shape, strides, box = [slots, out_features, rank], [b.stride(0), rank, 1], [UNIT_RANKS // rank, rows, rank]
+            shape, strides, box = [num_panels, out_features, unit], [unit, stride, 1], [1, rows, PANEL]
         else:
-            half = out_features // 2
             shape, strides, box = (
-                [slots, half, 2, rank],
-                [b.stride(0), rank, half * rank, 1],
-                [UNIT_RANKS // rank, rows // 2, 2, rank],
+                [num_panels, half, 2, unit],
+                [unit, stride, half * stride, 1],
+                [1, rows // 2, 2, PANEL],
             )
-        described_b = TensorDescriptor(b, shape, strides, box, gl.NVMMASharedLayout(2 * rank, 16, len(shape)))
+        described_b = TensorDescriptor(b, shape, strides, box, gl.NVMMASharedLayout(PANEL_BYTES, 16, len(shape)))
         found = self._described[rows, panels] = weight, described_a, described_b
         return found
 
@@ -189,17 +198,25 @@ class _PlainProduct(_Product):
     def __call__(self, x: Tensor) -> Tensor:
         tiling, num_blocks, low_programs, num_programs, descriptors, out, partials = self._cut(x)
         taken, (first, second) = self._rows, (*self._parts, 1 << 30, 1 << 30)[:2]
-        _launch_plain(
-            self._key(x, tiling), (num_programs,),
-            (
-                *descriptors, self._bias, out, partials, self._counters, taken.units, taken.num_units, taken.token_slots,
-                taken.step, self._words, x.shape[0], num_blocks, low_programs,
-            ),
-            {
-                **self._constants(tiling), "NUM_PARTS": len(self._parts), "SECOND": first, "THIRD": first + second,
-            },
-            num_warps=4, **launch_options(has_pdl(x.device)),
+        arguments = (
+            *descriptors, self._bias, out, partials, self._counters, taken.units, taken.num_units, taken.token_slots, taken.step,
+            self._words, x.shape[0],
         )  # fmt: skip
+        constants = {
+            **self._constants(tiling), "NUM_PARTS": len(self._parts), "SECOND": first, "THIRD": first + second,
+        }  # fmt: skip
+        options: dict[str, Any] = {"num_warps": 4, **launch_options(has_pdl(x.device))}
+        shares = shared_shares(num_programs - low_programs, low_programs, tiling.shares, num_blocks, num_sms(x.device))
+        if shares is None:
+            _launch_plain(
+                self._key(x, tiling), (num_programs,), (*arguments, num_blocks, low_programs), constants, **options
+            )
+        else:
+            tiling, num_shares = tiling._replace(shares=shares), low_programs // tiling.shares * shares
+            _launch_shared(
+                self._key(x, tiling), (num_programs - low_programs,), (*arguments, num_shares), constants | {"SHARES": shares},
+                **options,
+            )  # fmt: skip
         return out
 
 
@@ -215,13 +232,11 @@ class _GatedProduct(_Product):
 
     def __call__(self, x: Tensor) -> Tensor:
         tiling, num_blocks, low_programs, num_programs, descriptors, out, partials = self._cut(x)
-        taken, most, slots = self._rows, self._most_units, UNIT_RANKS // self._rank
-        low = torch.empty(2 * most * slots, MAX_TOKENS, self._rank, dtype=x.dtype, device=x.device)
-        # As lines of 64 numbers: lines of one row's ranks, 32 bytes, took the copy engine four times as long.
-        lines, layout = low.view(low.shape[0], -1, 64), gl.NVMMASharedLayout(128, 16, 3)
+        taken, most = self._rows, self._most_units
+        low = torch.empty(2 * most, MAX_TOKENS, PANEL, dtype=x.dtype, device=x.device)
         low_rows = TensorDescriptor(
-            lines, [*lines.shape], [*lines.stride()], [slots, tiling.tokens // slots, 64], layout
-        )
+            low, [*low.shape], [*low.stride()], [1, tiling.tokens, PANEL], gl.NVMMASharedLayout(PANEL_BYTES, 16, 3)
+        )  # fmt: skip
         low_sums = None
         if tiling.shares > 1:
             low_sums = torch.empty(low_programs * tiling.rows * tiling.tokens, dtype=torch.float32, device=x.device)
@@ -234,7 +249,7 @@ class _GatedProduct(_Product):
             ),
             {
                 **self._constants(tiling), "ACTIVATION": self._activation, "MOST": most,
-                "LOW_TILES": triton.next_power_of_2(triton.cdiv(most, tiling.rows // UNIT_RANKS)),
+                "LOW_TILES": triton.next_power_of_2(triton.cdiv(most, tiling.rows // PANEL)),
             },
             num_warps=4, **launch_options(has_pdl(x.device)),
         )  # fmt: skip
@@ -254,7 +269,7 @@ def choose_adapted_tiling(
     stages = min(stages, triton.cdiv(in_features, columns * split))
     programs = triton.cdiv(out_features, rows) * split * triton.cdiv(num_tokens, tokens)
     others = low_tiles(num_tokens, num_slots, rank, rows) * num_parts * triton.cdiv(num_tokens, tokens)
-    shares = 2 if programs + 2 * others <= _PROGRAMS < programs + 4 * others else MOST_SHARES
+    shares = 2 if programs + 2 * others <= _PROGRAMS < programs + 4 * others else _OWN_SHARES
     if is_gated:
         stages = max(2, stages)
         while shares > 1 and in_features < _SHARE_COLUMNS * shares:
@@ -265,6 +280,18 @@ def choose_adapted_tiling(
     return AdaptedTiling(rows, columns, split, stages, tokens, shares)
 
 
+def shared_shares(programs: int, low_programs: int, shares: int, num_blocks: int, num_sms: int) -> int | None:
+    """In how many shares of the columns the weight's programs make A x themselves; None where programs of their own make it, which
+    run beside all of the weight's."""
+    if num_blocks > 1 or programs > num_sms or programs + low_programs <= num_sms:
+        return None
+    units, found = low_programs // shares, 1
+    while found < MOST_SHARES and units * found * 2 <= programs:
+        found *= 2
+    return found
+
+
+_launch_shared = Launcher(adapted_shared_kernel)
 _launch_plain, _launch_gated = Launcher(adapted_words_kernel), Launcher(adapted_gated_kernel)
 
 

@@ -96,17 +96,28 @@ def multiply_a(
 
 @gluon.jit
 def _fetch_adapters(
-    b, low, units, count, unit, row, token, b_barrier, low_barrier, b_pieces, low_pieces, at,
-    UNITS: gl.constexpr, SLOTS: gl.constexpr, MOST: gl.constexpr,
-):  # fmt: skip
+    b,
+    low,
+    units,
+    count,
+    unit,
+    row,
+    token,
+    b_barrier,
+    low_barrier,
+    b_pieces,
+    low_pieces,
+    at,
+    UNITS: gl.constexpr,
+    MOST: gl.constexpr,
+):
     """B of a program's rows and A x of its tokens, of UNITS units from `unit` on, for gate and for up."""
     for u in gl.static_range(UNITS):
-        slot = gl.load(units + unit + u) * SLOTS
-        tma.async_copy_global_to_shared(b, [slot, row, 0, 0], b_barrier, b_pieces.index(at + u))
+        tma.async_copy_global_to_shared(b, [gl.load(units + unit + u), row, 0, 0], b_barrier, b_pieces.index(at + u))
         for side in gl.static_range(2):
-            place = gl.where(unit + u < count, side * (MOST * SLOTS) + (unit + u) * SLOTS, 2 * MOST * SLOTS)
+            place = gl.where(unit + u < count, side * MOST + unit + u, 2 * MOST)  # past the last: zeros
             tma.async_copy_global_to_shared(
-                low, [place, token // SLOTS, 0], low_barrier, low_pieces.index(at + (side * UNITS + u))
+                low, [place, token, 0], low_barrier, low_pieces.index(at + (side * UNITS + u))
             )
 
 
@@ -170,14 +181,7 @@ def _low_program(
                     value += gl.load(cells + i * (R * M), cache_modifier=".cg")
         if is_last:
             kept = gl.where(slot_of[None, :] == slot[:, None], value, 0.0).to(low.dtype.element_ty)
-            # Copied in lines of 128 bytes, swizzled as such, which leaves rows where those of RANK numbers, swizzled as such, have others.
-            line = (r // RANK % SLOTS * M)[:, None] + (t - token)[None, :]
-            places = t[None, :] ^ ((line >> 3) & (SLOTS - 1))
-            at = (
-                ((part * MOST + unit) * SLOTS + r // RANK)[:, None] * (MAX_TOKENS * RANK)
-                + places * RANK
-                + (r % RANK)[:, None]
-            )
+            at = ((part * MOST + unit + r // 64)[:, None] * MAX_TOKENS + t[None, :]) * 64 + (r % 64)[:, None]
             gl.store(low + at, kept)
             _make_visible()
             gl.thread_barrier()
@@ -215,9 +219,7 @@ def adapted_gated_kernel(
     TILES: gl.constexpr = (N + R - 1) // R
     NUM_STEPS: gl.constexpr = (K + C * SPLIT - 1) // (C * SPLIT)
     AHEAD: gl.constexpr = NUM_STEPS if NUM_STEPS < STAGES else STAGES
-    SLOTS: gl.constexpr = 64 // RANK  # of a unit, whose B fills a panel
     UNITS: gl.constexpr = PANELS // 2  # of a buffer, which has A x of both
-    G: gl.constexpr = PANELS * SLOTS
     gl.static_assert(UNITS > 0, "a buffer has A x of gate and of up")
     gl.static_assert(STAGES >= 2, "a buffer is filled anew while another is read")
     gl.static_assert(NUM_STEPS + 1 >= STAGES, "at most one buffer is not the weight's before it is an adapter's")
@@ -254,11 +256,8 @@ def adapted_gated_kernel(
         if SPLIT > 1:
             count = gl.where(split == 0, count, 0)
         end = NUM_STEPS + (count + UNITS - 1) // UNITS
-        narrow: gl.constexpr = gl.NVMMASharedLayout(2 * RANK, 16, 2)
         b_pieces = weights._reinterpret(weights.dtype, [STAGES * PANELS] + b.block_type.shape, b.layout)  # noqa: RUF005
-        b_slots = weights._reinterpret(weights.dtype, [STAGES * G, R, RANK], narrow)
         low_pieces = rows._reinterpret(rows.dtype, [STAGES * PANELS] + low_rows.block_type.shape, low_rows.layout)  # noqa: RUF005
-        low_slots = rows._reinterpret(rows.dtype, [STAGES * G, M, RANK], narrow)
         gdc_wait()
         for buffer in range(ahead):
             fetch(x, token, first + buffer * PANELS, row_barriers.index(buffer), rows.index(buffer), False)
@@ -285,7 +284,7 @@ def adapted_gated_kernel(
                         _wait_for_low(done, block, num_blocks, count, this_step, R // 64, LOW_TILES)
                     _fetch_adapters(
                         b, low_rows, units, count, (later - NUM_STEPS) * UNITS, row, token, weight_barriers.index(free),
-                        row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, SLOTS, MOST,
+                        row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, MOST,
                     )  # fmt: skip
         total = warpgroup_mma_wait(0, deps=(total,))
 
@@ -299,12 +298,14 @@ def adapted_gated_kernel(
                 later = step + STAGES - 1
                 mbarrier.wait(weight_barriers.index(stage), phase)
                 mbarrier.wait(row_barriers.index(stage), phase)
-                for g in gl.static_range(UNITS * SLOTS):
-                    left = b_slots.index(stage * G + g)
-                    sums = warpgroup_mma(left, low_slots.index(stage * G + g).permute((1, 0)), sums, is_async=True)
-                    right = low_slots.index(stage * G + UNITS * SLOTS + g).permute((1, 0))
-                    other = warpgroup_mma(left, right, other, is_async=True)
-                one, two = warpgroup_mma_wait(2 * UNITS * SLOTS, deps=(sums, other))
+                b_panels = weights.index(stage).reshape((PANELS * R, PANEL))
+                low_panels = rows.index(stage).reshape((PANELS * M, PANEL))
+                for u in gl.static_range(UNITS):
+                    left = b_panels.slice(u * R, R)
+                    gate, up = low_panels.slice(u * M, M), low_panels.slice((UNITS + u) * M, M)
+                    sums = warpgroup_mma(left, gate.permute((1, 0)), sums, is_async=True)
+                    other = warpgroup_mma(left, up.permute((1, 0)), other, is_async=True)
+                one, two = warpgroup_mma_wait(2 * UNITS, deps=(sums, other))
                 sums, other = warpgroup_mma_init(one), warpgroup_mma_init(two)
                 if later < end:
                     gl.thread_barrier()
@@ -312,7 +313,7 @@ def adapted_gated_kernel(
                     mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes // 2)
                     _fetch_adapters(
                         b, low_rows, units, count, (later - NUM_STEPS) * UNITS, row, token, weight_barriers.index(free),
-                        row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, SLOTS, MOST,
+                        row_barriers.index(free), b_pieces, low_pieces, free * PANELS, UNITS, MOST,
                     )  # fmt: skip
             total, other = warpgroup_mma_wait(0, deps=(sums, other))
             is_up = (gl.arange(0, R, gl.SliceLayout(1, layout)) % 2 == 1)[:, None]

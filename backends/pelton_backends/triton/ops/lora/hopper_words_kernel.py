@@ -32,11 +32,27 @@ from pelton_backends.triton.ops.lora.hopper_gated_kernel import fetch_a, multipl
 
 
 @gluon.jit
-def _fetch_b(source, units, unit, row, barrier, pieces, at, UNITS: gl.constexpr, SLOTS: gl.constexpr):
-    """B of a program's rows, of UNITS units from `unit` on."""
-    for u in gl.static_range(UNITS):
-        slot = gl.load(units + unit + u) * SLOTS
-        tma.async_copy_global_to_shared(source, [slot, row, 0], barrier, pieces.index(at + u))
+def fetch_b(source, units, unit, row, barrier, panels, at, PANELS: gl.constexpr):
+    """B of a program's rows, of PANELS units from `unit` on."""
+    for i in gl.static_range(PANELS):
+        tma.async_copy_global_to_shared(source, [gl.load(units + unit + i), row, 0], barrier, panels.index(at + i))
+
+
+@gluon.jit
+def store_words(
+    total, words, units, unit, part, share, token, token_slots, num_tokens, this_step,
+    M: gl.constexpr, R: gl.constexpr, RANK: gl.constexpr, NUM_PARTS: gl.constexpr, SHARES: gl.constexpr,
+):  # fmt: skip
+    """Leave A x of a share [R, M], each row's of its own adapter."""
+    own: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [gl.num_warps(), 1], [0, 1])
+    value = gl.convert_layout(total, own)
+    r = gl.arange(0, R, gl.SliceLayout(1, own))
+    t = token + gl.arange(0, M, gl.SliceLayout(0, own))
+    slot_of = gl.load(token_slots + t, mask=t < num_tokens, other=-1)
+    slot = gl.load(units + unit + r // 64) * (64 // RANK) + r % 64 // RANK
+    word = (this_step.to(gl.int64) << 32) | (value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
+    place = ((t * NUM_PARTS + part) * SHARES + share)[None, :] * RANK + (r % RANK)[:, None]
+    gl.store(words + place, word, mask=slot_of[None, :] == slot[:, None])
 
 
 @gluon.jit
@@ -76,19 +92,13 @@ def _low_program(
             SHARES,
         )  # fmt: skip
 
-        own: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [gl.num_warps(), 1], [0, 1])
-        value = gl.convert_layout(total, own)
-        r = gl.arange(0, R, gl.SliceLayout(1, own))
-        t = token + gl.arange(0, M, gl.SliceLayout(0, own))
-        slot_of = gl.load(token_slots + t, mask=t < num_tokens, other=-1)
-        slot = gl.load(units + unit + r // 64) * SLOTS + r % 64 // RANK
-        word = (this_step.to(gl.int64) << 32) | (value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF)
-        place = ((t * NUM_PARTS + part) * SHARES + share)[None, :] * RANK + (r % RANK)[:, None]
-        gl.store(words + place, word, mask=slot_of[None, :] == slot[:, None])
+        store_words(
+            total, words, units, unit, part, share, token, token_slots, num_tokens, this_step, M, R, RANK, NUM_PARTS, SHARES
+        )  # fmt: skip
 
 
 @gluon.jit
-def _words_of(
+def words_of(
     words, part, token, is_own, M: gl.constexpr, RANK: gl.constexpr, NUM_PARTS: gl.constexpr, SHARES: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
@@ -107,7 +117,7 @@ def _num_missing(found, mask, this_step):
 
 
 @gluon.jit
-def _take_low(found, place, mask, this_step):
+def take_low(found, place, mask, this_step):
     """A x, as soon as it is there: [M, RANK] float32; zeros for rows without an adapter. found: the words as they were."""
     while _num_missing(found, mask, this_step) > 0:
         found = gl.load(place, mask=mask, other=0, volatile=True)
@@ -115,12 +125,17 @@ def _take_low(found, place, mask, this_step):
 
 
 @gluon.jit
-def _leave_low(buffer, first, low, slot_of, units, unit, UNITS: gl.constexpr, SLOTS: gl.constexpr, dtype: gl.constexpr):
-    """A tile [M, RANK] for each adapter of UNITS units: of the rows of x that B's columns meet."""
-    for u in gl.static_range(UNITS):
-        slot = gl.load(units + unit + u) * SLOTS
-        for i in gl.static_range(SLOTS):
-            buffer.index(first + u * SLOTS + i).store(gl.where((slot_of == slot + i)[:, None], low, 0.0).to(dtype))
+def leave_low(
+    buffer, low, slot_of, units, unit, PANELS: gl.constexpr, M: gl.constexpr, RANK: gl.constexpr, layout: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """A panel [M, 64] for each of PANELS units: of the rows of x that B's columns meet. low [M, RANK], slot_of [M]."""
+    SLOTS: gl.constexpr = 64 // RANK
+    low = gl.convert_layout(low, gl.SliceLayout(1, layout))[:, None, :]
+    own = gl.arange(0, SLOTS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :]
+    for i in gl.static_range(PANELS):
+        is_own = (slot_of[:, None] == own + gl.load(units + unit + i) * SLOTS)[:, :, None]
+        buffer.index(i).store(gl.reshape(gl.where(is_own, low, 0.0).to(dtype), (M, 64)))
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_blocks", "low_programs"])
@@ -136,14 +151,11 @@ def adapted_words_kernel(
     PANELS: gl.constexpr = C // PANEL
     TILES: gl.constexpr = (N + R - 1) // R
     NUM_STEPS: gl.constexpr = (K + C * SPLIT - 1) // (C * SPLIT)
-    SLOTS: gl.constexpr = 64 // RANK  # of a unit, whose B fills a panel
-    G: gl.constexpr = PANELS * SLOTS
     gl.static_assert(NUM_STEPS >= STAGES, "every buffer is filled before B's turn")
     pid = gl.program_id(0)
     weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
     rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    low_layout: gl.constexpr = gl.NVMMASharedLayout(2 * RANK, 16, 2)
-    low_buffer = gl.allocate_shared_memory(x.dtype, [G, M, RANK], low_layout)
+    low_buffer = gl.allocate_shared_memory(x.dtype, [PANELS, M, PANEL], gl.NVMMASharedLayout(128, 16, 2))
     weight_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     row_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -175,14 +187,16 @@ def adapted_words_kernel(
             count = gl.where(split == 0, count, 0)
         end = NUM_STEPS + (count + PANELS - 1) // PANELS
         wide: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 64 // RANK, RANK // 2], [1, gl.num_warps(), 1], [2, 1, 0])
-        t = token + gl.arange(0, M, gl.SliceLayout(1, gl.SliceLayout(0, wide)))
+        by_slot: gl.constexpr = gl.BlockedLayout(
+            [1, 64 // RANK, 2], [64 // RANK, 1, RANK // 2], [gl.num_warps(), 1, 1], [2, 1, 0]
+        )
+        t = token + gl.arange(0, M, gl.SliceLayout(1, gl.SliceLayout(2, by_slot)))
         slot_of = gl.load(token_slots + t, mask=t < num_tokens, other=-1)
         tw = token + gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, wide)))
         is_own = gl.load(token_slots + tw, mask=tw < num_tokens, other=-1) >= 0
         if SPLIT > 1:
             is_own = is_own & (split == 0)
         b_pieces = weights._reinterpret(weights.dtype, [STAGES * PANELS] + b.block_type.shape, b.layout)  # noqa: RUF005
-        b_slots = weights._reinterpret(weights.dtype, [STAGES * G, R, RANK], gl.NVMMASharedLayout(2 * RANK, 16, 2))
         gdc_wait()
         for buffer in range(ahead):
             fetch(x, token, first + buffer * PANELS, row_barriers.index(buffer), rows.index(buffer), False)
@@ -222,19 +236,19 @@ def adapted_words_kernel(
                         )
                         fetch(x, token, first + later * PANELS, row_barriers.index(free), rows.index(free), False)
                     else:
-                        _fetch_b(
+                        fetch_b(
                             b, units, (later - NUM_STEPS) * PANELS, row, weight_barriers.index(free), b_pieces, free * PANELS,
-                            PANELS, SLOTS,
+                            PANELS,
                         )  # fmt: skip
             if turn == 0:
                 own_part = (row >= SECOND).to(gl.int32) + (row >= THIRD).to(gl.int32)
-                place, mask = _words_of(words, own_part, token, is_own, M, RANK, NUM_PARTS, SHARES, wide)
+                place, mask = words_of(words, own_part, token, is_own, M, RANK, NUM_PARTS, SHARES, wide)
                 found = gl.load(place, mask=mask, other=0, volatile=True)
             else:
                 total = warpgroup_mma_wait(0, deps=(total,))
             if turn == 1:
-                low = _take_low(found, place, mask, this_step)
-                _leave_low(low_buffer, 0, low, slot_of, units, 0, PANELS, SLOTS, x.dtype)
+                low = take_low(found, place, mask, this_step)
+                leave_low(low_buffer, low, slot_of, units, 0, PANELS, M, RANK, by_slot, x.dtype)
                 fence_async_shared()
                 gl.thread_barrier()
                 total = warpgroup_mma_init(total)
@@ -247,21 +261,19 @@ def adapted_words_kernel(
             if later < end:
                 gl.thread_barrier()
                 mbarrier.expect(weight_barriers.index(free), weight.block_type.nbytes)
-                _fetch_b(
+                fetch_b(
                     b, units, (later - NUM_STEPS) * PANELS, row, weight_barriers.index(free), b_pieces, free * PANELS, PANELS,
-                    SLOTS,
                 )  # fmt: skip
             mbarrier.wait(weight_barriers.index(stage), (step // STAGES) & 1)
             if step > NUM_STEPS:
                 gl.thread_barrier()  # every warp has read the rows of the adapters before
-                _leave_low(low_buffer, 0, low, slot_of, units, unit, PANELS, SLOTS, x.dtype)
+                leave_low(low_buffer, low, slot_of, units, unit, PANELS, M, RANK, by_slot, x.dtype)
                 fence_async_shared()
                 gl.thread_barrier()
             sums = warpgroup_mma_init(total)
-            for g in gl.static_range(G):
-                sums = warpgroup_mma(
-                    b_slots.index(stage * G + g), low_buffer.index(g).permute((1, 0)), sums, is_async=True
-                )
+            left = weights.index(stage).reshape((PANELS * R, PANEL))
+            for i in gl.static_range(PANELS):
+                sums = warpgroup_mma(left.slice(i * R, R), low_buffer.index(i).permute((1, 0)), sums, is_async=True)
             total = warpgroup_mma_wait(0, deps=(sums,))
 
         store_split(
