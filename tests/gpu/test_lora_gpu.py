@@ -114,3 +114,22 @@ def test_products_of_many_adapters(count: int, num_slots: int, rank: int) -> Non
         )
         check_adapted(case, "hopper")
         check_adapted(case, "hopper")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize(
+    ("size", "parts", "options"),
+    [
+        pytest.param(1024, (2048, 512, 512), {"norm": True}, id="QKV"),
+        pytest.param(1088, (4608,), {}, id="halved tiles"),
+        pytest.param(1024, (1536, 1536), {"norm": True, "activation": "silu"}, id="gate and up"),
+        pytest.param(1024, (2304, 2304), {"norm": True, "activation": "silu"}, id="halved tiles of gate and up"),
+        pytest.param(1024, (520,), {}, id="by the library"),
+    ],
+)
+def test_products_of_prompts(size: int, parts: tuple[int, ...], options: Any, rank: int, dtype: torch.dtype) -> None:
+    """Of 2,100 rows: long runs of one adapter, each row another, and runs of rows without one."""
+    slots = [0] * 500 + [(5 * index) % 8 - 1 for index in range(600)] + [-1] * 400 + [6] * 30 + [-1, 3] * 285
+    case = AdaptedCase(slots, size, parts, dtype=dtype, device="cuda", rank=rank, num_slots=7, **options)
+    check_adapted(case, "many")

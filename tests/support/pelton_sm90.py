@@ -70,6 +70,7 @@ from pelton_backends.triton.ops.linear import (
     fp8,
     fp8_one_row,
     gemv,
+    hopper_matmul,
     hopper_split_k,
     hopper_vocab,
     large_batch,
@@ -78,6 +79,7 @@ from pelton_backends.triton.ops.linear import (
 )
 from pelton_backends.triton.ops.lora import gemv as lora_gemv
 from pelton_backends.triton.ops.lora import hopper as lora_hopper
+from pelton_backends.triton.ops.lora import hopper_many
 from pelton_backends.triton.ops.lora import linear as lora
 from pelton_backends.triton.ops.lora import shrink as lora_shrink
 from pelton_backends.triton.ops.moe import experts as moe
@@ -127,6 +129,16 @@ ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
         {"size": 1024, "parts": (3072, 3072), "norm": True, "activation": "silu"},
     ),
     "down of 32 rows with adapters": (lora_hopper.LoraHopperLinear, [0, 1, -1, 2] * 8, {"size": 3072, "parts": (1024,)}),
+    "down of 64 rows, an adapter each": (
+        lora_hopper.LoraHopperLinear, [*range(64)], {"size": 8192, "parts": (2048,), "num_slots": 64},
+    ),
+    "gate and up of prompts with adapters": (
+        hopper_many.LoraManyAddNormLinear, [0, 1, -1, 2] * 528,
+        {"size": 1024, "parts": (1536, 1536), "norm": True, "activation": "silu"},
+    ),
+    "QKV of prompts with adapters": (
+        hopper_many.LoraManyAddNormLinear, [0, 1, -1, 2] * 528, {"size": 1024, "parts": (2048, 512, 512), "norm": True},
+    ),
 }  # fmt: skip
 """Product, slots of its rows, what the case has."""
 
@@ -450,6 +462,8 @@ def main(*arguments: str) -> None:
         fp8_one_row.has_pdl
     ) = lambda device: True
     hopper_vocab.has_pdl = lambda device: True
+    hopper_matmul.is_hopper = lambda device: True
+    lora_hopper.num_sms = hopper_many.num_sms = large_batch.num_sms = lambda device: 132
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to

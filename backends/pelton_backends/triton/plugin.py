@@ -48,10 +48,13 @@ _ENTRIES = (
     ("lora", "triton", 50, "lora.linear:TritonLora"),
     ("lora_linear", "triton_gemv", 60, "lora.gemv:LoraGemvLinear"),
     ("lora_linear", "triton_hopper", 55, "lora.hopper:LoraHopperLinear"),
+    ("lora_linear", "triton_many", 50, "lora.hopper_many:LoraManyLinear"),
     ("lora_add_norm_linear", "triton_gemv", 60, "lora.gemv:LoraGemvAddNormLinear"),
     ("lora_add_norm_linear", "triton_hopper", 55, "lora.hopper:LoraHopperAddNormLinear"),
+    ("lora_add_norm_linear", "triton_many", 50, "lora.hopper_many:LoraManyAddNormLinear"),
     ("lora_add_norm_gated_linear", "triton_gemv", 60, "lora.gemv:LoraGemvAddNormLinear"),
     ("lora_add_norm_gated_linear", "triton_hopper", 55, "lora.hopper:LoraHopperAddNormLinear"),
+    ("lora_add_norm_gated_linear", "triton_many", 50, "lora.hopper_many:LoraManyAddNormLinear"),
 )
 _STATES = (
     ("triton_state", "TritonStateSpaceBackend", "states of Mamba-2's layers"),

@@ -6,8 +6,11 @@ import pytest
 import torch
 from pelton_adapted import CASES, TOLERANCE, AdaptedCase, check_adapted
 
+from pelton.lora.rows import SPAN
 from pelton_backends.triton.ops.lora import gemv as lora_gemv
 from pelton_backends.triton.ops.lora import shrink as lora_shrink
+from pelton_backends.triton.ops.lora.linear import sort_rows
+from pelton_platforms.device.adapter_rows import AdapterRows
 
 INTERPRETED_BFLOAT16 = 0.1  # the interpreter cuts bits off instead of rounding
 
@@ -19,7 +22,18 @@ def test_near_merged_weights(name, dtype, device):
     slots, options = CASES[name]
     is_cut = dtype is torch.bfloat16 and torch.device(device).type == "cpu"
     case = AdaptedCase(slots, dtype=dtype, device=device, **options)
-    check_adapted(case, "gemv", INTERPRETED_BFLOAT16 if is_cut else TOLERANCE[dtype])
+    tolerance = INTERPRETED_BFLOAT16 if is_cut else TOLERANCE[dtype]
+    for family in ("gemv", "many"):
+        check_adapted(case, family, tolerance)
+
+
+def test_slots_of_a_span_are_listed_once(device):
+    slots = [3, -1, 3, 0] * 50 + [2] * 100 + [-1] * 300
+    rows = AdapterRows(max_num_tokens=len(slots), num_slots=4, device=torch.device(device), has_tiles=True)
+    rows.sort = sort_rows
+    rows.place(torch.tensor(slots, device=device))
+    listed, counts = rows.span_slots.view(-1, SPAN).tolist(), rows.num_span_slots.tolist()
+    assert [span[:count] for span, count in zip(listed, counts, strict=True)] == [[3, 0], [3, 0, 2], [], []]
 
 
 @pytest.mark.parametrize("count", [17, 64])

@@ -21,13 +21,17 @@ LOADS = {"LDG", "LDGSTS", "UTMALDG"}
 WRITES = {"STG", "ATOM", "ATOMG", "RED", "REDG", "UTMASTG", "UTMAREDG"}
 
 
-WITH_ADAPTERS = ("QKV with an adapter", "gate and up of 32 rows with adapters", "down of 32 rows with adapters")
+WITH_ADAPTERS = (
+    "QKV with an adapter", "gate and up of 32 rows with adapters", "down of 32 rows with adapters", "down of 64 rows, an adapter each",
+)  # fmt: skip
+OF_PROMPTS = ("QKV of prompts with adapters", "gate and up of prompts with adapters")
 IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "down of 32 rows in e4m3")
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
-OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sparse", "sampling with all", "speculation", "drafts", "parts",
-          "sums", "logits", "states",
-          "delta_rule", "other_states")  # fmt: skip
+OTHERS = (
+    *WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sparse", "sampling with all", "speculation", "drafts",
+    "parts", "sums", "logits", "states", "delta_rule", "other_states",
+)  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
     ("bfloat16", "fp8_e5m2"): ("split", "write"),
@@ -150,7 +154,7 @@ def test_the_decode_chain_keeps_all_in_registers(chain: list[dict[str, Any]]) ->
 def test_products_with_adapters_fetch_before_they_wait_and_write_behind(bfloat16: Kernels) -> None:
     kernels = bfloat16(*WITH_ADAPTERS)
     assert [kernel["kernel"] for kernel in kernels] == [
-        "add_norm_linear_kernel", "_add_norm_kernel", "adapted_gated_kernel", "adapted_words_kernel"
+        "add_norm_linear_kernel", "_add_norm_kernel", "adapted_gated_kernel", "adapted_words_kernel", "adapted_shared_kernel"
     ], "no kernel more than without adapters"  # fmt: skip
     for kernel in kernels:
         code, name = kernel["instructions"], f"{kernel['of']}: {kernel['kernel']}"
@@ -158,6 +162,14 @@ def test_products_with_adapters_fetch_before_they_wait_and_write_behind(bfloat16
         assert early & LOADS, f"{name}: nothing is on its way before the wait"
         assert not early & WRITES, f"{name}: it writes before the wait"
         assert kernel["stack"] == 0, f"{name}: registers are spilled"
+
+
+def test_prompts_with_adapters_are_multiplied_by_one_kernel(bfloat16: Kernels) -> None:
+    kernels = bfloat16(*OF_PROMPTS)
+    names = ["_add_norm_kernel", "_shrink_kernel", "_sum_kernel", "adapted_matmul_kernel"]
+    assert [kernel["kernel"] for kernel in kernels] == 2 * names, "B's product is no kernel of its own"
+    for kernel in kernels:
+        assert kernel["stack"] <= 24, f"{kernel['of']}: {kernel['kernel']} spills more than the base's product"
 
 
 def test_nothing_is_written_before_the_wait(chain: list[dict[str, Any]]) -> None:

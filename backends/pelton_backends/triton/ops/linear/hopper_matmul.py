@@ -44,7 +44,7 @@ _STEP_BYTES = gl.constexpr((WARP_GROUPS * ROWS + COLUMNS) * STEP * 2)
 
 
 @gluon.jit
-def _place(tile, num_row_tiles, num_column_tiles):
+def tile_place(tile, num_row_tiles, num_column_tiles):
     """Row and column of a tile: down the rows of a group, then on to the next column."""
     group = tile // (_GROUP * num_column_tiles)
     place = tile % (_GROUP * num_column_tiles)
@@ -53,7 +53,7 @@ def _place(tile, num_row_tiles, num_column_tiles):
 
 
 @gluon.jit
-def _piece(turn, num_tiles, num_halved, num_steps):
+def piece_of(turn, num_tiles, num_halved, num_steps):
     """A program's tile in its turn, and the steps that it does of it; num_tiles: none. The last `num_halved` tiles have two
     programs each."""
     place = gl.program_id(0)
@@ -71,7 +71,7 @@ def _piece(turn, num_tiles, num_halved, num_steps):
 
 
 @gluon.jit
-def _fetch(x, weight, left, right, barrier, stage, row, column, k, size, IS_GATED: gl.constexpr):
+def fetch_step(x, weight, left, right, barrier, stage, row, column, k, size, IS_GATED: gl.constexpr):
     """One step's numbers of the tile's rows of x, and of its rows of the weight."""
     mbarrier.expect(barrier, _STEP_BYTES)
     for i in gl.static_range(_WARP_GROUPS):
@@ -122,23 +122,23 @@ def _multiply(
     dtype: gl.constexpr = out.dtype
     num_tiles = num_row_tiles * num_column_tiles
     next_turn = 0
-    next_tile, next_k, next_end = _piece(0, num_tiles, num_halved, num_steps)
-    next_row, next_column = _place(next_tile, num_row_tiles, num_column_tiles)
+    next_tile, next_k, next_end = piece_of(0, num_tiles, num_halved, num_steps)
+    next_row, next_column = tile_place(next_tile, num_row_tiles, num_column_tiles)
     if INDEX == 0:
         for early in gl.static_range(_STAGES - 1):
             if next_tile < num_tiles:
                 barrier = ready.index(early)
-                _fetch(x, weight, left, right, barrier, early, next_row, next_column, next_k, size, IS_GATED)
+                fetch_step(x, weight, left, right, barrier, early, next_row, next_column, next_k, size, IS_GATED)
             next_k += 1
             if next_k == next_end:
                 next_turn += 1
-                next_tile, next_k, next_end = _piece(next_turn, num_tiles, num_halved, num_steps)
-                next_row, next_column = _place(next_tile, num_row_tiles, num_column_tiles)
+                next_tile, next_k, next_end = piece_of(next_turn, num_tiles, num_halved, num_steps)
+                next_row, next_column = tile_place(next_tile, num_row_tiles, num_column_tiles)
     step = 0
     turn = 0
-    tile, begin, end = _piece(0, num_tiles, num_halved, num_steps)
+    tile, begin, end = piece_of(0, num_tiles, num_halved, num_steps)
     while tile < num_tiles:
-        row, column = _place(tile, num_row_tiles, num_column_tiles)
+        row, column = tile_place(tile, num_row_tiles, num_column_tiles)
         row = (row * _WARP_GROUPS + INDEX) * _ROWS
         total = gl.zeros([_ROWS, _COLUMNS], gl.float32, LAYOUT)
         for k in range(begin, end):
@@ -155,12 +155,12 @@ def _multiply(
                     place = later % _STAGES
                     mbarrier.wait(free.index(place), ((later // _STAGES) & 1) ^ 1)
                     barrier = ready.index(place)
-                    _fetch(x, weight, left, right, barrier, place, next_row, next_column, next_k, size, IS_GATED)
+                    fetch_step(x, weight, left, right, barrier, place, next_row, next_column, next_k, size, IS_GATED)
                 next_k += 1
                 if next_k == next_end:
                     next_turn += 1
-                    next_tile, next_k, next_end = _piece(next_turn, num_tiles, num_halved, num_steps)
-                    next_row, next_column = _place(next_tile, num_row_tiles, num_column_tiles)
+                    next_tile, next_k, next_end = piece_of(next_turn, num_tiles, num_halved, num_steps)
+                    next_row, next_column = tile_place(next_tile, num_row_tiles, num_column_tiles)
             step += 1
         total = warpgroup_mma_wait(0, deps=[total])
         gl.thread_barrier()
@@ -189,7 +189,7 @@ def _multiply(
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
                 store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
         turn += 1
-        tile, begin, end = _piece(turn, num_tiles, num_halved, num_steps)
+        tile, begin, end = piece_of(turn, num_tiles, num_halved, num_steps)
     tma.store_wait(0)
 
 

@@ -8,6 +8,7 @@ it are bound by memory: each number is read and written once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -196,11 +197,27 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def _refusals(needs: Any) -> list[str]:
+def refusals(needs: Any) -> list[str]:
     return product_refusals(needs, ("plain",), DTYPES)
 
 
-def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
+def is_for_tiles(weights: LinearWeights, activation: str | None) -> Callable[[Tensor], bool]:
+    """Return what says of rows whether `hopper_matmul` is to multiply them."""
+    weight = weights.tensors["weight"]
+    if weights.bias is not None or not can_multiply_many(weight):
+        return lambda x: False
+    programs, min_share = num_sms(weight.device), MIN_SHARE if activation is None else MIN_GATED_SHARE
+
+    def is_for_them(x: Tensor) -> bool:
+        num_rows = x.shape[0]
+        if num_rows < MIN_ROWS or share_of_work(num_rows, *weight.shape, programs, activation) < min_share:
+            return False
+        return x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+    return is_for_them
+
+
+def product_of(weights: LinearWeights, activation: str | None = None) -> Linear:
     """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
     weight, bias = weights.tensors["weight"], weights.bias
     library = LibraryProduct(weight)
@@ -209,19 +226,8 @@ def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
         rows = library(x) if bias is None else F.linear(x, weight, bias)
         return rows if activation is None else gated(rows, activation)
 
-    if bias is not None or not can_multiply_many(weight):
-        return by_cublas
-    programs, min_share = num_sms(weight.device), MIN_SHARE if activation is None else MIN_GATED_SHARE
-
-    def product(x: Tensor) -> Tensor:
-        num_rows = x.shape[0]
-        if num_rows < MIN_ROWS or share_of_work(num_rows, *weight.shape, programs, activation) < min_share:
-            return by_cublas(x)
-        if x.stride(0) % 8 or x.data_ptr() % 16:
-            return by_cublas(x)
-        return hopper_matmul(x, weight, activation)
-
-    return product
+    takes = is_for_tiles(weights, activation)
+    return lambda x: hopper_matmul(x, weight, activation) if takes(x) else by_cublas(x)
 
 
 class TritonAddNorm:
@@ -271,11 +277,11 @@ class LargeBatchLinear:
 
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
-        return _refusals(needs)
+        return refusals(needs)
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        return _product(tensors.linear)
+        return product_of(tensors.linear)
 
 
 class LargeBatchAddNormLinear:
@@ -283,11 +289,11 @@ class LargeBatchAddNormLinear:
 
     @staticmethod
     def unsupported(needs: AddNormLinearNeeds) -> list[str]:
-        return _refusals(needs)
+        return refusals(needs)
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        product = _product(tensors.linear)
+        product = product_of(tensors.linear)
 
         def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
@@ -301,11 +307,11 @@ class LargeBatchAddNormGatedLinear:
 
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
-        return _refusals(needs)
+        return refusals(needs)
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        product = _product(tensors.linear, needs.activation)
+        product = product_of(tensors.linear, needs.activation)
 
         def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)

@@ -12,14 +12,14 @@ A norm in front costs nothing: A norm(x) = A (x * w) / rms(x), so the first kern
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from pelton.lora.op import Lora, LoraNeeds, LoraTensors
-from pelton.lora.rows import LARGE_TILE, SMALL_TILE, UNITS_PAST, AdapterRowTensors, tile_rows
+from pelton.lora.rows import LARGE_TILE, SMALL_TILE, SPAN, UNITS_PAST, AdapterRowTensors, tile_rows
 from pelton_backends.triton.launch import Launcher, alignment, launch
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows
 from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, shared_memory, wait_for_inputs
@@ -249,9 +249,27 @@ def _sort_kernel(
 _FEW_PAIRED, _MOST_PAIRED = 16, 128  # tokens: one program compares all pairs
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def _list_kernel(slots_ptr, span_slots_ptr, num_span_slots_ptr, num_tokens, SPAN: tl.constexpr):
+    """The slots of one span, each once, in the order of their first rows."""
+    span, t = tl.program_id(0), tl.arange(0, triton.next_power_of_2(SPAN))
+    token = span * SPAN + t
+    slot = tl.load(slots_ptr + token, mask=(t < SPAN) & (token < num_tokens), other=-1)
+    is_repeated = (slot[:, None] == slot[None, :]) & (t[None, :] < t[:, None])
+    is_first = (slot >= 0) & (tl.sum(is_repeated.to(tl.int32), axis=1) == 0)
+    place = tl.cumsum(is_first.to(tl.int32), axis=0) - 1
+    tl.store(span_slots_ptr + span * SPAN + place, slot, mask=is_first)
+    tl.store(num_span_slots_ptr + span, tl.sum(is_first.to(tl.int32), axis=0))
+
+
 def sort_rows(rows: AdapterRowTensors, num_tokens: int) -> bool:
-    """`AdapterRowTensors.sort` in one kernel, of few tokens: torch's dozen took 61 us for one (H200, in a graph)."""
+    """`AdapterRowTensors.sort` in one kernel, of few tokens: torch's dozen took 61 us for one (H200, in a graph). Of many, the slots of
+    spans alone."""
     if num_tokens > _MOST_PAIRED:
+        launch(
+            _list_kernel, (triton.cdiv(num_tokens, SPAN),), rows.token_slots, rows.span_slots, rows.num_span_slots, num_tokens,
+            SPAN, num_warps=8,
+        )  # fmt: skip
         return False
     num_tiles = rows.num_tiles(num_tokens)
     launch(
@@ -291,6 +309,63 @@ def block_width(rows: int, rank: int, element_size: int, memory: int, *, is_gate
     return found
 
 
+class Low(NamedTuple):
+    """A x of a step's rows, before B."""
+
+    sums: Tensor  # [T, splits, ranks] float32, or [T, ranks] of the dtype where they are added; undefined for rows without an adapter
+    squares: Tensor  # [T, splits] float32, of x where it is still to be normed
+    splits: int
+    is_added: bool
+    """Of all shares, and divided by x's root mean square."""
+
+
+class RowsTimesA:
+    """A x of one product's rows, in tiles of rows that share an adapter."""
+
+    def __init__(self, needs: LoraNeeds, tensors: LoraTensors) -> None:
+        self._needs, self._tensors, self._rows = needs, tensors, tensors.rows
+        self._device = tensors.a.device
+        self._pdl, self._memory = has_pdl(self._device), shared_memory(self._device)
+        self._ranks = len(needs.parts) * needs.rank
+        self._together = self._ranks if self._ranks <= _MOST_TOGETHER else needs.rank
+        # A residual times the norm's weight may leave float16's range.
+        self._in_float32 = needs.norm is not None and needs.dtype == "float16"
+        self._rows.sort = sort_rows
+
+    def __call__(self, x: Tensor) -> Low:
+        needs, tensors, rows, pdl = self._needs, self._tensors, self._rows, self._pdl
+        num_tokens, size, has_norm, ranks = x.shape[0], needs.in_features, needs.norm is not None, self._ranks
+        splits, block_m, num_tiles = num_splits(num_tokens, size), tile_rows(num_tokens), rows.num_tiles(num_tokens)
+        low = torch.empty(num_tokens * splits * ranks, dtype=torch.float32, device=self._device)
+        squares = torch.empty(num_tokens * splits if has_norm else 1, dtype=torch.float32, device=self._device)
+        key = (needs, pdl, splits, block_m, self._device, x.stride(0), tensors.a.stride(0), alignment(x, tensors.a))
+        shrunk_size = 4 if self._in_float32 else tensors.a.element_size()
+        block_ranks = triton.next_power_of_2(self._together)
+        _shrink(
+            key, (num_tiles, splits, ranks // self._together),
+            (
+                x, tensors.a, tensors.norm, rows.order, rows.tile_slot, rows.tile_first, rows.tile_end, low, squares, x.stride(0),
+                tensors.a.stride(0),
+            ),
+            {
+                "K": size, "ALL_RANKS": ranks, "RANKS": self._together, "SPLITS": splits, "M": block_m,
+                "BLOCK_K": block_columns(block_m, block_ranks, shrunk_size, self._memory), "HAS_NORM": has_norm,
+                "UNIT_OFFSET": needs.norm is not None and needs.norm.unit_offset, "IN_FLOAT32": self._in_float32, "PDL": pdl,
+            },
+            num_warps=4, **launch_options(pdl),
+        )  # fmt: skip
+        if num_tokens < _LARGE_STEP:
+            return Low(low, squares, splits, is_added=False)
+        sums = torch.empty(num_tokens * ranks, dtype=tensors.a.dtype, device=self._device)
+        _sum(
+            key, (triton.cdiv(num_tokens, _SUMMED),),
+            (low, squares, rows.token_slots, sums, num_tokens, 0.0 if needs.norm is None else needs.norm.eps),
+            {"K": size, "RANKS": ranks, "SPLITS": splits, "M": _SUMMED, "HAS_NORM": has_norm, "PDL": pdl},
+            num_warps=4, **launch_options(pdl),
+        )  # fmt: skip
+        return Low(sums, sums, 1, is_added=True)
+
+
 class TritonLora:
     """See `pelton.lora.op.Lora`. Sums are float32; A norm(x) is rounded to the dtype before it meets B."""
 
@@ -305,96 +380,61 @@ class TritonLora:
 
     @staticmethod
     def bind(needs: LoraNeeds, tensors: LoraTensors) -> Lora:
-        rows, size, rank = tensors.rows, needs.in_features, needs.rank
-        columns, num_parts, activation = sum(needs.parts), len(needs.parts), needs.activation
-        device, norm = tensors.a.device, needs.norm
-        pdl = has_pdl(device)
-        element_size, memory = tensors.a.element_size(), shared_memory(device)
-        # Of a small step and of a large one: columns of a program, and the programs' columns.
-        widths = {
-            large: block_width(
-                LARGE_TILE if large else SMALL_TILE, rank, element_size, memory, is_gated=activation is not None
-            )
-            for large in (False, True)
-        }
-        chunks = {
-            large: torch.tensor(_chunks(needs.parts, width), dtype=torch.int32).to(device)
-            for large, width in widths.items()
-        }
-        ranks = num_parts * rank
-        together = ranks if ranks <= _MOST_TOGETHER else rank
-        stride, eps = tensors.a.stride(0), 0.0 if norm is None else norm.eps
-        shared = {"K": size, "R": rank, "HAS_NORM": norm is not None, "PDL": pdl}
-        in_float32 = (
-            norm is not None and needs.dtype == "float16"
-        )  # a residual times the norm's weight may leave its range
-        rows.sort = sort_rows
-        shrunk_size = 4 if in_float32 else element_size
-        tiles = (rows.order, rows.tile_slot, rows.tile_first, rows.tile_end)
+        return _bind_expand(needs, tensors, RowsTimesA(needs, tensors))
 
-        def lora(x: Tensor, output: Tensor) -> Tensor:
-            num_tokens = x.shape[0]
-            result = output if activation is None else empty_rows(num_tokens, columns // 2, output)
-            if not num_tokens:
-                return result
-            output = output.contiguous()
-            splits, block_m, num_tiles = num_splits(num_tokens, size), tile_rows(num_tokens), rows.num_tiles(num_tokens)
-            low = torch.empty(num_tokens * splits * num_parts * rank, dtype=torch.float32, device=device)
-            squares = torch.empty(num_tokens * splits if norm is not None else 1, dtype=torch.float32, device=device)
-            sizes = {**shared, "SPLITS": splits, "M": block_m}
-            is_large = num_tokens >= _LARGE_STEP
-            key = (
-                needs,
-                pdl,
-                splits,
-                block_m,
-                device,
-                x.stride(0),
-                tensors.b.stride(),
-                alignment(x, output, tensors.a, tensors.b),
-            )
-            block_ranks = triton.next_power_of_2(together)
-            _shrink(
-                key, (num_tiles, splits, ranks // together),
-                (x, tensors.a, tensors.norm, *tiles, low, squares, x.stride(0), stride),
-                {
-                    "K": size, "ALL_RANKS": ranks, "RANKS": together, "SPLITS": splits, "M": block_m,
-                    "BLOCK_K": block_columns(block_m, block_ranks, shrunk_size, memory), "HAS_NORM": norm is not None,
-                    "UNIT_OFFSET": norm is not None and norm.unit_offset, "IN_FLOAT32": in_float32, "PDL": pdl,
-                },
-                num_warps=4, **launch_options(pdl),
-            )  # fmt: skip
-            if is_large:
-                sums = torch.empty(num_tokens * ranks, dtype=torch.float32, device=device)
-                _sum(
-                    key, (triton.cdiv(num_tokens, _SUMMED),),
-                    (low, squares, rows.token_slots, sums, num_tokens, eps),
-                    {
-                        "K": size, "RANKS": ranks, "SPLITS": splits, "M": _SUMMED, "HAS_NORM": norm is not None, "PDL": pdl,
-                    },
-                    num_warps=4, **launch_options(pdl),
-                )  # fmt: skip
-                low = squares = sums
-                sizes |= {"SPLITS": 1, "HAS_NORM": False, "K": 1}  # one kernel for products that differ in K alone
-            sizes["BLOCK_N"] = widths[is_large]
-            factors = (low, squares, tensors.b)
-            if activation is None:
-                _expand(
-                    key, (len(chunks[is_large]), num_tiles),
-                    (*factors, output, chunks[is_large], *tiles, *tensors.b.stride(), eps),
-                    {**sizes, "N": columns, "PARTS": num_parts, "ALIGNED": math.gcd(16, *needs.parts)},
-                    num_warps=_WARPS[is_large], **launch_options(pdl),
-                )  # fmt: skip
-                return output
-            _expand_gated(
-                key, (triton.cdiv(columns // 2, widths[is_large]), num_tiles),
-                (*factors, output, result, *tiles, *tensors.b.stride(), eps),
-                {**sizes, "N": columns // 2, "ACTIVATION": activation},
-                num_warps=_GATED_WARPS[is_large], **launch_options(pdl),
-            )  # fmt: skip
+
+def _bind_expand(needs: LoraNeeds, tensors: LoraTensors, shrink: RowsTimesA) -> Lora:
+    rows, rank = tensors.rows, needs.rank
+    columns, num_parts, activation = sum(needs.parts), len(needs.parts), needs.activation
+    device, norm = tensors.a.device, needs.norm
+    pdl = has_pdl(device)
+    element_size, memory = tensors.a.element_size(), shared_memory(device)
+    # Of a small step and of a large one: columns of a program, and the programs' columns.
+    widths = {
+        large: block_width(
+            LARGE_TILE if large else SMALL_TILE, rank, element_size, memory, is_gated=activation is not None
+        )
+        for large in (False, True)
+    }
+    chunks = {
+        large: torch.tensor(_chunks(needs.parts, width), dtype=torch.int32).to(device)
+        for large, width in widths.items()
+    }
+    eps = 0.0 if norm is None else norm.eps
+    tiles = (rows.order, rows.tile_slot, rows.tile_first, rows.tile_end)
+
+    def lora(x: Tensor, output: Tensor) -> Tensor:
+        num_tokens = x.shape[0]
+        result = output if activation is None else empty_rows(num_tokens, columns // 2, output)
+        if not num_tokens:
             return result
+        output = output.contiguous()
+        low, squares, splits, is_added = shrink(x)
+        is_large, block_m, num_tiles = num_tokens >= _LARGE_STEP, tile_rows(num_tokens), rows.num_tiles(num_tokens)
+        # One kernel for products that differ in K alone, where it is not asked for.
+        sizes = {
+            "K": 1 if is_added else needs.in_features, "R": rank, "SPLITS": splits, "M": block_m,
+            "HAS_NORM": norm is not None and not is_added, "PDL": pdl, "BLOCK_N": widths[is_large],
+        }  # fmt: skip
+        key = (needs, pdl, splits, block_m, device, tensors.b.stride(), alignment(output, tensors.b))
+        factors = (low, squares, tensors.b)
+        if activation is None:
+            _expand(
+                key, (len(chunks[is_large]), num_tiles),
+                (*factors, output, chunks[is_large], *tiles, *tensors.b.stride(), eps),
+                {**sizes, "N": columns, "PARTS": num_parts, "ALIGNED": math.gcd(16, *needs.parts)},
+                num_warps=_WARPS[is_large], **launch_options(pdl),
+            )  # fmt: skip
+            return output
+        _expand_gated(
+            key, (triton.cdiv(columns // 2, widths[is_large]), num_tiles),
+            (*factors, output, result, *tiles, *tensors.b.stride(), eps),
+            {**sizes, "N": columns // 2, "ACTIVATION": activation},
+            num_warps=_GATED_WARPS[is_large], **launch_options(pdl),
+        )  # fmt: skip
+        return result
 
-        return lora
+    return lora
 
 
 def _chunks(parts: tuple[int, ...], width: int) -> list[tuple[int, int, int]]:
