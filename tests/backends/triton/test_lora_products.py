@@ -8,6 +8,7 @@ from pelton_adapted import CASES, TOLERANCE, AdaptedCase, check_adapted
 
 from pelton.lora.rows import SPAN
 from pelton_backends.triton.ops.lora import gemv as lora_gemv
+from pelton_backends.triton.ops.lora import hopper
 from pelton_backends.triton.ops.lora import shrink as lora_shrink
 from pelton_backends.triton.ops.lora.linear import sort_rows
 from pelton_platforms.device.adapter_rows import AdapterRows
@@ -64,3 +65,22 @@ def test_shares_cover_all_columns(num_tokens, size, rank):
     assert (splits - 1) * steps * warps * columns < size <= splits * steps * warps * columns
     assert columns >= 16
     assert rows == (1 if num_tokens == 1 else 16)
+
+
+@pytest.mark.parametrize("num_sms", [78, 132])
+@pytest.mark.parametrize(("num_tokens", "num_slots", "rank"), [(32, 8, 16), (64, 64, 16), (17, 3, 64), (64, 20, 32)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(6144, 4096), (4096, 14336), (512, 9216), (1024, 1024)])
+def test_programs_that_wait_for_one_another_run_at_once(
+    out_features, in_features, num_tokens, num_slots, rank, num_sms
+):
+    tiling = hopper.choose_adapted_tiling(num_tokens, out_features, in_features, rank, 1, num_slots, is_gated=False)
+    num_blocks = -(-num_tokens // tiling.tokens)
+    num_programs = -(-out_features // tiling.rows) * tiling.split * num_blocks
+    num_tiles = hopper.low_tiles(num_tokens, num_slots, rank, tiling.rows) * num_blocks
+    num_units = hopper.most_units(num_slots, rank)
+    dealt = hopper.deal_shares(num_tiles, num_programs, tiling, in_features, num_blocks, num_units, num_sms)
+    is_shared = dealt.num_alone * dealt.num_turns < num_tiles * dealt.shares
+    assert not is_shared or dealt.num_alone + num_programs <= num_sms
+    assert dealt.shares * tiling.tokens * num_blocks <= hopper._MOST_WORDS
+    if (num_tokens, in_features, num_sms) == (64, 14336, 132):
+        assert is_shared and dealt.num_alone > 0, "both kinds of programs make A x"
