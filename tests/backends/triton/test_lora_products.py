@@ -80,7 +80,9 @@ def test_programs_that_wait_for_one_another_run_at_once(
     num_units = hopper.most_units(num_slots, rank)
     dealt = hopper.deal_shares(num_tiles, num_programs, tiling, in_features, num_blocks, num_units, num_sms)
     is_shared = dealt.num_alone * dealt.num_turns < num_tiles * dealt.shares
+    assert dealt.is_shared or not is_shared
     assert not is_shared or dealt.num_alone + num_programs <= num_sms
     assert dealt.shares * tiling.tokens * num_blocks <= hopper._MOST_WORDS
+    assert not dealt.is_shared or num_blocks == 1
     if (num_tokens, in_features, num_sms) == (64, 14336, 132):
         assert is_shared and dealt.num_alone > 0, "both kinds of programs make A x"

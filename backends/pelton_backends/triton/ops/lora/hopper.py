@@ -204,13 +204,14 @@ class _PlainProduct(_Product):
         )  # fmt: skip
         tiling = tiling._replace(shares=dealt.shares)
         _launch_plain(
-            self._key(x, tiling), (dealt.num_alone + num_programs,),
+            (*self._key(x, tiling), dealt.is_shared, self._most_units), (dealt.num_alone + num_programs,),
             (
                 *descriptors, self._bias, out, partials, self._counters, taken.units, taken.num_units, taken.token_slots, taken.step,
                 self._words, x.shape[0], num_blocks, num_tiles * dealt.shares, dealt.num_alone, dealt.num_turns,
             ),
             {
                 **self._constants(tiling), "NUM_PARTS": len(self._parts), "SECOND": first, "THIRD": first + second,
+                "IS_SHARED": dealt.is_shared, "HAS_MORE": self._most_units > tiling.columns // PANEL,
             },
             num_warps=4, **launch_options(has_pdl(x.device)),
         )  # fmt: skip
@@ -282,6 +283,7 @@ class Dealt(NamedTuple):
     shares: int
     num_alone: int
     num_turns: int
+    is_shared: bool
 
 
 @cache
@@ -294,15 +296,16 @@ def deal_shares(
     left take some in turn, as many as are done when five eighths of the weight are, and the weight's programs the rest; these wait for
     one another, so they all have to run at once.
     """
-    left = num_sms - num_programs
-    if left < 0 or num_tiles * _OWN_SHARES <= left:
-        return Dealt(tiling.shares, num_tiles * tiling.shares, 1)
-    num_steps = triton.cdiv(in_features, tiling.columns)
-    shares = max(1, min(_MOST_WORDS // (tiling.tokens * num_blocks), 16))
+    left, num_steps = num_sms - num_programs, triton.cdiv(in_features, tiling.columns)
+    own_steps = triton.cdiv(num_steps, tiling.split)
+    is_beside = num_tiles * _OWN_SHARES <= left
+    if is_beside or left < 0 or num_blocks > 1 or own_steps < 2 * tiling.stages:
+        return Dealt(tiling.shares, num_tiles * tiling.shares, 1, is_shared=False)
+    shares = max(1, min(_MOST_WORDS // tiling.tokens, 16))
     while shares > 1 and num_steps % shares:
         shares //= 2
-    own_steps = triton.cdiv(num_steps, tiling.split) + triton.cdiv(num_units, tiling.columns // PANEL)
-    return Dealt(shares, left, own_steps * 5 // 8 // (num_steps // shares))
+    own_steps += triton.cdiv(num_units, tiling.columns // PANEL)
+    return Dealt(shares, left, own_steps * 5 // 8 // (num_steps // shares), is_shared=True)
 
 
 _launch_plain, _launch_gated = Launcher(adapted_words_kernel), Launcher(adapted_gated_kernel)
