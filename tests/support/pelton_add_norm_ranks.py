@@ -18,6 +18,8 @@ from pelton_platforms.gpu.peers import add_norm, norm_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 64), (3, 320))
+MANY_SHAPES, GPU_MANY_SHAPES = ((1, 64), (23, 320)), ((1, 64), (3000, 320))
+"""Of 23 rows each of two programs uses a place twice."""
 GPU_SHAPES = {torch.float32: ((3, 320),), torch.bfloat16: ((1, 4096), (7, 2880), (70, 64)), torch.float16: ((2, 64),)}
 """Of 70 rows some programs have two; in the interpreter, whose time goes with the rows, there are two programs. A kernel is compiled for
 each width."""
@@ -37,9 +39,9 @@ class Checks:
         needs = AllReduceNeeds(dtype=str(dtype).removeprefix("torch."), hidden_size=width, tp_size=self.group.size)
         return add_norm.PeerAllReduce.bind(needs, AllReduceTensors(GroupContext(self.group)))
 
-    def run(self) -> Iterator[str]:
+    def run(self, shapes: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
         for dtype in DTYPES:
-            for shape in SHAPES if self.device == "cpu" else GPU_SHAPES[dtype]:
+            for shape in shapes or (SHAPES if self.device == "cpu" else GPU_SHAPES[dtype]):
                 reduce = self.bound(shape[1], dtype)
                 yield from self.compare(reduce, shape, dtype, True, False, False)
                 yield from self.compare(reduce, shape, dtype, True, True, True)
@@ -79,10 +81,10 @@ class Checks:
                 yield f"{what}: {name} is off by {(mine.float() - wanted.float()).abs().max():.2e}"
 
     def too_much(self) -> Iterator[str]:
-        """What NCCL moves is left to it, and no rows are none."""
+        """What NCCL moves is left to it, of more than two ranks, and no rows are none."""
         reduce = self.bound(1024, torch.float32)
         spec, norm = NormSpec(size=1024, eps=1e-5), torch.ones(1024, device=self.device)
-        for rows in (0, 512):
+        for rows in (0, 512) if self.group.size > 2 else (0,):
             if reduce.add_norm(torch.zeros(rows, 1024, device=self.device), None, norm, spec, None, None) is not None:
                 yield f"{rows} rows of 4 KiB are served"
 
@@ -134,11 +136,16 @@ def main() -> int:
     )
     checks = Checks(communicator, device)
     report = {"one shot": list(checks.run()), "sizes": list(checks.too_much())}
-    if size > 2:
-        add_norm.TWO_SHOTS_FROM_BYTES = 0
-        report["two shots"] = list(checks.run())
     if device != "cpu":
         report["captured"] = list(checks.captured())
+    if size == 2:
+        add_norm.MANY_FROM_BYTES = 0
+        report["many rows"] = list(checks.run(MANY_SHAPES if device == "cpu" else GPU_MANY_SHAPES))
+    else:
+        add_norm.TWO_SHOTS_FROM_BYTES = 0
+        report["two shots"] = list(checks.run())
+    if device != "cpu" and size == 2:
+        report["many rows captured"] = list(checks.captured())
     communicator.all_reduce(torch.ones(1, device=device))  # nobody leaves before all are done
     print(json.dumps(report), flush=True)
     os._exit(0)

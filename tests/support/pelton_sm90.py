@@ -278,7 +278,7 @@ class Attention:
         )  # fmt: skip
 
     def sums(self) -> None:
-        """Over ranks with residual and norm, in one shot and in two."""
+        """Over ranks with residual and norm, in one shot and in two, and many rows."""
         words, width = torch.zeros(4, 2048, dtype=torch.int32), 4096
         for size in (2, 4):
             norm_kernel.sum_add_norm_kernel[(4,)](
@@ -287,6 +287,12 @@ class Attention:
                 DTYPE=DTYPES[getattr(torch, self.dtype)], UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True, num_warps=16,
                 launch_pdl=True,
             )  # fmt: skip
+        norm_kernel.sum_add_norm_many_kernel[(4,)](
+            words, words, words, words, words[0], None, self.tokens, words[1], words[2], 4, 1000, 1e-6, 0.0, NUMBERS=width,
+            ROW=2048, BLOCK=2048, RANK=1, PROGRAMS=528, AHEAD=norm_kernel.AHEAD, DTYPE=DTYPES[getattr(torch, self.dtype)],
+            UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True, num_warps=4, maxnreg=norm_kernel.MOST_REGISTERS,
+            launch_pdl=True,
+        )  # fmt: skip
 
     def write(self) -> None:
         needs = QkNormRopeWriteKvNeeds(

@@ -23,6 +23,11 @@ TWO_SHOTS_FROM_BYTES = 1 << 16
 there and back counts for more. Not measured: no machine of more than two GPUs was to be had."""
 
 
+MANY_FROM_BYTES = 1 << 19
+"""Between two ranks: from here on rows go as they are, not a flag with each word."""
+_REGISTERS = {} if torch.version.hip is not None else {"maxnreg": norm_kernel.MOST_REGISTERS}
+
+
 class PeerAllReduce:
     """The op `all_reduce` where the ranks' communicator is `peers`, with `add_norm`."""
 
@@ -52,15 +57,23 @@ def open_rows(communicator: PeerCommunicator, width: int, dtype: torch.dtype) ->
         found = communicator.open_memory(f"rows of {words}", norm_kernel.memory_words(communicator.size, words))
         if found is None:
             return None
-        opened[words] = RowMemory(*found, torch.zeros(norm_kernel.PROGRAMS, dtype=torch.int32, device=found[1].device))
+        opened[words] = RowMemory(*found, norm_kernel.PROGRAMS, min(max(triton.next_power_of_2(words) // 128, 1), 16))
+        if communicator.size == 2:
+            programs, num_warps = norm_kernel.programs_of_many(communicator.num_multiprocessors, words)
+            many = communicator.open_memory(f"many rows of {words}", norm_kernel.memory_words_of_many(programs, words))
+            if many is not None:
+                opened[words].many = RowMemory(*many, programs, num_warps)
     return opened[words]
 
 
 class RowMemory:
-    """Where rows of one width go round. peers: kept while addresses are used."""
+    """Where rows of one width go round. peers: kept while addresses are used; num_programs: the most of a launch; many: for rows from
+    `MANY_FROM_BYTES` on, None where NCCL has them."""
 
-    def __init__(self, peers: list[Tensor], addresses: Tensor, calls: Tensor) -> None:
-        self.peers, self.addresses, self.calls = peers, addresses, calls
+    def __init__(self, peers: list[Tensor], addresses: Tensor, num_programs: int, num_warps: int) -> None:
+        self.peers, self.addresses, self.num_programs, self.num_warps = peers, addresses, num_programs, num_warps
+        self.calls = torch.zeros(num_programs, dtype=torch.int32, device=addresses.device)
+        self.many: RowMemory | None = None
 
 
 class SumAddNorm:
@@ -86,28 +99,37 @@ class SumAddNorm:
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """-> (normed rows, residual'), the latter in residual's memory, or hidden's. None: there is nothing, or too much for it."""
         num_bytes = hidden.numel() * hidden.element_size()
-        if (
-            not 0 < num_bytes < self._communicator.nccl_from_bytes
-            or hidden.dtype != self._dtype
-            or norm.dtype != self._dtype
-        ):
+        communicator, memory, size = self._communicator, self._memory, self._communicator.size
+        many = memory.many if num_bytes >= MANY_FROM_BYTES else None
+        if not num_bytes or (many is None and num_bytes >= communicator.nccl_from_bytes):
+            return None
+        if hidden.dtype != self._dtype or norm.dtype != self._dtype:
             return None
         if not hidden.is_contiguous() or (residual is not None and not residual.is_contiguous()):
             return None
         rows, total = torch.empty_like(hidden), hidden if residual is None else residual
         given = [_as_words(one) for one in (hidden, residual, total, rows, norm, post_norm)]
-        communicator, memory, size = self._communicator, self._memory, self._communicator.size
         row_words, num_rows = self._width * hidden.element_size() // 4, len(hidden)
         block = triton.next_power_of_2(row_words)
         communicator.check()
-        norm_kernel.sum_add_norm_kernel[(min(num_rows, norm_kernel.PROGRAMS),)](
-            *given, memory.addresses, memory.calls, communicator.failed, num_rows, communicator.limit, spec.eps,
-            0.0 if post_spec is None else post_spec.eps, NUMBERS=self._width, ROW=row_words, BLOCK=block,
-            RANK=communicator.rank, SIZE=size, SLOTS=norm_kernel.SLOTS,
-            TWO_SHOT=size > 2 and num_bytes >= TWO_SHOTS_FROM_BYTES, DTYPE=DTYPES[hidden.dtype],
-            UNIT_OFFSET=spec.unit_offset, POST_UNIT_OFFSET=post_spec is not None and post_spec.unit_offset,
-            PDL=self._pdl, num_warps=min(max(block // 128, 1), 16), **({"launch_pdl": True} if self._pdl else {}),
+        memory = many or memory
+        numbers = (num_rows, communicator.limit, spec.eps, 0.0 if post_spec is None else post_spec.eps)
+        constants = dict(
+            NUMBERS=self._width, ROW=row_words, BLOCK=block, RANK=communicator.rank, DTYPE=DTYPES[hidden.dtype],
+            UNIT_OFFSET=spec.unit_offset, POST_UNIT_OFFSET=post_spec is not None and post_spec.unit_offset, PDL=self._pdl,
+            num_warps=memory.num_warps, **({"launch_pdl": True} if self._pdl else {}),
         )  # fmt: skip
+        grid = (min(num_rows, memory.num_programs),)
+        if many is not None:
+            norm_kernel.sum_add_norm_many_kernel[grid](
+                *given, memory.addresses, memory.calls, communicator.failed, *numbers, PROGRAMS=memory.num_programs,
+                AHEAD=norm_kernel.AHEAD, **_REGISTERS, **constants,
+            )  # fmt: skip
+        else:
+            norm_kernel.sum_add_norm_kernel[grid](
+                *given, memory.addresses, memory.calls, communicator.failed, *numbers, SIZE=size, SLOTS=norm_kernel.SLOTS,
+                TWO_SHOT=size > 2 and num_bytes >= TWO_SHOTS_FROM_BYTES, **constants,
+            )  # fmt: skip
         return rows, total
 
 

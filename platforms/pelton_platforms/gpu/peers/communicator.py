@@ -67,6 +67,9 @@ class PeerCommunicator(Communicator):
             )
 
     def _open(self, store: dist.Store) -> None:
+        counts = all_told(store, self.rank, self.size, "multiprocessors", str(self.multiprocessors()).encode())
+        self.num_multiprocessors = min(int(count) for count in counts)
+        """Of the smallest device."""
         self._peers = self.map_memory(store, kernels.memory_words(self.size))
         self._addresses = self._addresses_of(self._peers)
         self._calls = torch.zeros(kernels.PROGRAMS, dtype=torch.int32, device=self.device)
@@ -101,6 +104,9 @@ class PeerCommunicator(Communicator):
 
     def device_name(self) -> bytes:
         return str(torch.cuda.get_device_properties(self.device).uuid).encode()
+
+    def multiprocessors(self) -> int:
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
