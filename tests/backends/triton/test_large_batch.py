@@ -20,6 +20,7 @@ from pelton_backends.triton.ops.linear.large_batch import (
     gated,
 )
 from pelton_backends.triton.ops.linear.refusals import MAX_HIDDEN_SIZE
+from pelton_backends.triton.ops.linear.small_batch import SmallBatchAddNormGatedLinear
 from pelton_backends.triton.plugin import pelton_ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -155,6 +156,38 @@ def test_reduces_before_it_adds(device):
     assert [choice.names for choice in selector.choices] == [
         ("triton.add_norm",), ("triton_gemv.linear", "triton_cublas.linear"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_one_launch", [False, True])
+@pytest.mark.parametrize("implementation", [SmallBatchAddNormGatedLinear, LargeBatchAddNormGatedLinear])
+def test_gated_products_of_several_ranks(implementation, in_one_launch, device):
+    """One rank's product and activation, behind the sum over ranks: in a launch of its own, or in one with the norm. One row of a large
+    matrix, and up to eight of a small one, are left to the ops that they are composed of."""
+    case = make_case(9, 96, 2 * 75, torch.float16, device, activation="silu")
+    needs = replace(case.needs, tp_size=2)
+    assert implementation.unsupported(needs) == []
+    assert implementation.token_range(needs)[0] == 9
+    assert (
+        implementation.token_range(replace(needs, linear=replace(needs.linear, in_features=4096, out_features=14336)))[
+            0
+        ]
+        == 2
+    )
+    assert implementation.token_range(case.needs)[0] <= 1
+
+    def reduce(partial):
+        return partial * 2
+
+    def sum_add_norm(hidden, residual, norm, spec, post_norm, post_spec):
+        total, rows = add_norm(hidden * 2, residual, norm, spec, post_norm, post_spec)
+        return rows, total
+
+    if in_one_launch:
+        reduce.add_norm = sum_add_norm
+    out, total = case.call(implementation.bind(needs, replace(case.tensors, reduce=reduce)))
+    wanted, wanted_total = replace(case, hidden=case.hidden * 2).expected()
+    assert_close(total, wanted_total, "residual'")
+    assert_close(out, wanted, "result", factor=2.0)
 
 
 @pytest.mark.parametrize("options", [{}, {"post_norm": True}, {"residual": False}], ids=["plain", "post", "first"])

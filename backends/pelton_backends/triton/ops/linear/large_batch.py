@@ -23,7 +23,6 @@ from pelton.ops.interface import (
     AddNormLinearNeeds,
     AddNormLinearTensors,
     AddNormNeeds,
-    AddNormTensors,
     Gated,
     GatedNeeds,
     GatedTensors,
@@ -35,7 +34,7 @@ from pelton.ops.interface import (
 )
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
-from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES
+from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES, most_rows
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.refusals import product_refusals, row_refusals
 from pelton_backends.triton.ops.pieces import activated, empty_rows, normed
@@ -224,6 +223,25 @@ def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
     return product
 
 
+def bind_add_norm(needs: AddNormNeeds, tensors: Any) -> AddNorm:
+    """tensors: norm, post_norm and reduce, as `AddNormTensors` has them."""
+    norms = (tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+    reduce = tensors.reduce
+    sum_add_norm = getattr(reduce, "add_norm", None)  # see `AllReduce`
+
+    def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if sum_add_norm is not None:
+            found: tuple[Tensor, Tensor] | None = sum_add_norm(hidden, residual, *norms)
+            if found is not None:
+                return found
+        if reduce is not None:
+            hidden = reduce(hidden)
+        residual, rows = add_norm(hidden, residual, *norms)
+        return rows, residual
+
+    return call
+
+
 class TritonAddNorm:
     handles = frozenset(["post_norm", "tp_size", "unit_offset"])
 
@@ -231,24 +249,7 @@ class TritonAddNorm:
     def unsupported(needs: AddNormNeeds) -> list[str]:
         return row_refusals(needs, DTYPES)
 
-    @staticmethod
-    def bind(needs: AddNormNeeds, tensors: AddNormTensors) -> AddNorm:
-        reduce = tensors.reduce
-        sum_add_norm = getattr(reduce, "add_norm", None)  # see `AllReduce`
-
-        def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            if sum_add_norm is not None:
-                found: tuple[Tensor, Tensor] | None = sum_add_norm(
-                    hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm
-                )
-                if found is not None:
-                    return found
-            if reduce is not None:
-                hidden = reduce(hidden)
-            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
-            return rows, residual
-
-        return call
+    bind = staticmethod(bind_add_norm)
 
 
 class TritonGated:
@@ -287,10 +288,10 @@ class LargeBatchAddNormLinear:
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        product = _product(tensors.linear)
+        norm, product = bind_add_norm(needs, tensors), _product(tensors.linear)
 
         def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            rows, residual = norm(hidden, residual)
             return product(rows), residual
 
         return add_norm_linear
@@ -301,14 +302,19 @@ class LargeBatchAddNormGatedLinear:
 
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
-        return _refusals(needs)
+        return product_refusals(needs, ("plain",), DTYPES, sums_over_ranks=True)
+
+    @staticmethod
+    def token_range(needs: AddNormGatedLinearNeeds) -> tuple[int, int | None]:
+        """With several ranks, whose few rows `linear` and `gated` serve."""
+        return (0 if needs.tp_size == 1 else most_rows(needs.linear, needs.dtype) + 1), None
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        product = _product(tensors.linear, needs.activation)
+        norm, product = bind_add_norm(needs, tensors), _product(tensors.linear, needs.activation)
 
         def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            rows, residual = norm(hidden, residual)
             return product(rows), residual
 
         return add_norm_gated_linear
