@@ -398,7 +398,9 @@ class Sample(Protocol):
         Where rows had more than one token scheduled, add the others to `num_computed_tokens` first.
         Optional: an attribute `skips_unused = True` of the callable, when a filter or table costs only the rows that use it. A
         CPU's steps then end in this op whatever their rows ask for. Optional: `reading(slots)`, a context in which the logits of its next
-        call are computed: those of rows whose mask allows few tokens may be left out but for these.
+        call are computed: those of rows whose mask allows few tokens may be left out but for these. Greedy, over ranks:
+        `share_keys(logits, slots, count) -> [n] int64`, larger ones of better tokens, of a rank's logits whose first `count` columns
+        are tokens, and `end_shares(keys [ranks, n], width, slots, result)` for the rest; rank r has the tokens from r `width` on.
         """
         ...
 

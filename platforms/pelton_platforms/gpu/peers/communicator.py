@@ -153,7 +153,8 @@ class PeerCommunicator(Communicator):
             return tensor
         if (nccl := self._large(tensor)) is not None:
             return nccl.all_gather(tensor, dim)
-        return torch.cat(self._gathered(tensor).unbind(), dim)
+        gathered = self._gathered(tensor)
+        return gathered.flatten(0, 1) if dim == 0 and tensor.dim() else torch.cat(gathered.unbind(), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
         if tensor.shape[dim] % self.size:

@@ -43,8 +43,10 @@ def product_refusals(
     return reasons
 
 
-def logits_refusals(needs: Any, formats: Collection[str], dtypes: Collection[str]) -> list[str]:
+def logits_refusals(
+    needs: Any, formats: Collection[str], dtypes: Collection[str], *, sums_over_ranks: bool = False
+) -> list[str]:
     reasons = format_refusals(needs.linear.weight_format, formats) + dtype_refusals(needs.dtype, dtypes)
-    if needs.tp_size > 1:
+    if needs.tp_size > 1 and not sums_over_ranks:
         reasons.append("a vocabulary split over ranks")
     return reasons
