@@ -42,6 +42,8 @@ from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import (
+    AddNormLogitsNeeds,
+    AddNormLogitsTensors,
     InputRounding,
     LinearSpec,
     LinearWeights,
@@ -65,6 +67,7 @@ from pelton_backends.triton.attention.indexer import choose_tokens
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.attention.sparse_latent import sparse_latent_attention
+from pelton_backends.triton.ops import logits as head
 from pelton_backends.triton.ops.linear import (
     coded,
     fp8,
@@ -322,6 +325,28 @@ def sample(num_logprobs: int | None, num_side_slots: int, *, has_mask: bool) -> 
         sampling_logprobs.TritonLogprobs.bind(own, LogprobsTensors(state.device))(logits, tokens, target)
 
 
+def shares() -> None:
+    """The end of a greedy step over two ranks, of logits that were written: the first of each rank's share, then of both."""
+    state = BatchState(
+        max_num_seqs=2, max_model_len=64, vocab_size=2 * SMALL_VOCAB, block_sizes=(16,), num_side_slots=0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    op = sampling.TritonSample.bind(
+        SampleNeeds(vocab_size=2 * SMALL_VOCAB, max_num_seqs=2, variant="greedy"), SampleTensors(state)
+    )
+    slots, spec = torch.zeros(2, dtype=torch.int64), LinearSpec(in_features=1024, out_features=SMALL_VOCAB)
+    needs = AddNormLogitsNeeds(
+        dtype="bfloat16", norm=NormSpec(size=1024, eps=1e-6), linear=spec, vocab_size=2 * SMALL_VOCAB, tp_size=2
+    )
+    weight, rows = torch.empty(SMALL_VOCAB, 1024, dtype=torch.bfloat16), torch.zeros(2, 1024, dtype=torch.bfloat16)
+    tensors = AddNormLogitsTensors(
+        rows[0], LinearWeights(spec, {"weight": weight}), None, lambda partial: partial, lambda logits: logits
+    )
+    share = head.TritonAddNormLogits.bind(needs, tensors)(rows, rows.clone(), slots)
+    keys = op.share_keys(share, slots, SMALL_VOCAB)  # type: ignore[attr-defined]
+    op.end_shares(torch.stack([keys, keys]), SMALL_VOCAB, slots, torch.zeros(2, 2, dtype=torch.int32))  # type: ignore[attr-defined]
+
+
 def speculate() -> None:
     """Drafts looked up, and verified."""
     state = BatchState(
@@ -347,6 +372,7 @@ def logits() -> None:
 
 SAMPLING = {
     "logits": logits,
+    "shares": shares,
     "speculation": speculate,
     "sampling": lambda: sample(None, 0, has_mask=False),
     "sampling with all": lambda: sample(20, 2, has_mask=True),
@@ -455,7 +481,7 @@ def main(*arguments: str) -> None:
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = (
         fp8_one_row.has_pdl
     ) = lambda device: True
-    hopper_vocab.has_pdl = lambda device: True
+    hopper_vocab.has_pdl = head.has_pdl = lambda device: True
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to

@@ -26,7 +26,7 @@ IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sparse", "sampling with all", "speculation", "drafts", "parts",
-          "sums", "logits", "states",
+          "sums", "logits", "shares", "states",
           "delta_rule", "other_states")  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
@@ -214,6 +214,17 @@ def test_sampling_waits_before_it_writes(bfloat16: Kernels) -> None:
         name, code = kernel["kernel"], kernel["instructions"]
         assert not WRITES & set(code[: code.index("ACQBULK")]), f"{name}: it writes before the wait"
         assert WRITES & set(code) and "PREEXIT" in code, name
+
+
+def test_greedy_rows_of_several_ranks_wait_before_they_write(bfloat16: Kernels) -> None:
+    kernels = bfloat16("shares")
+    assert [kernel["kernel"] for kernel in kernels] == [
+        "gather_kernel", "_add_norm_kernel", "greedy_kernel", "end_shares_kernel"
+    ]  # fmt: skip
+    for kernel in kernels:
+        code = kernel["instructions"]
+        assert WRITES & set(code) and not WRITES & set(code[: code.index("ACQBULK")]), kernel["kernel"]
+        assert kernel["stack"] == 0
 
 
 def test_speculation_waits_before_it_writes(bfloat16: Kernels) -> None:

@@ -80,9 +80,10 @@ def greedy_kernel(
     values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
     slot = tl.load(slots + row)
     if slot == padding_slot:
-        if (keys is None) & (chunk == 0):
-            tl.store(result + 2 * row, 0)
-            tl.store(result + 2 * row + 1, 0)
+        if keys is None:
+            if chunk == 0:
+                tl.store(result + 2 * row, 0)
+                tl.store(result + 2 * row + 1, 0)
     else:
         ordered = order_key(values)
         top = tl.max(ordered, 0)
