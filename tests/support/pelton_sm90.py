@@ -52,6 +52,7 @@ from pelton.ops.interface import (
     NormSpec,
     QkNormRopeWriteKvNeeds,
     QkNormRopeWriteKvTensors,
+    RowsToSend,
     SampleNeeds,
     SampleTensors,
 )
@@ -73,6 +74,7 @@ from pelton_backends.triton.ops.linear import (
     fp8,
     fp8_one_row,
     gemv,
+    hopper_matmul,
     hopper_split_k,
     hopper_vocab,
     large_batch,
@@ -295,6 +297,20 @@ class Attention:
             ROW=2048, BLOCK=2048, RANK=1, PROGRAMS=528, AHEAD=norm_kernel.AHEAD, DTYPE=DTYPES[getattr(torch, self.dtype)],
             UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True, num_warps=4, maxnreg=norm_kernel.MOST_REGISTERS,
             launch_pdl=True,
+        )  # fmt: skip
+
+    def sent(self) -> None:
+        """A product whose rows go to another rank on the way, and their sum."""
+        x, weight, counts = torch.zeros(384, 512), torch.zeros(512, 512), torch.zeros(2, 256, dtype=torch.int32)
+        x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
+        rows = hopper_matmul.hopper_matmul(
+            x, weight, None, RowsToSend((x, x.clone()), counts, counts.clone(), counts[0])
+        )
+        words = rows.view(torch.int32)
+        norm_kernel.sum_sent_add_norm_kernel[(384,)](
+            words, words, words, words, words[0], None, words, counts, counts[0], counts[1], 384, 1000, 2, 1e-6, 0.0, 384, NUMBERS=512,
+            ROW=256, BLOCK=256, COUNTS=256, DTYPE=DTYPES[torch.bfloat16], UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True,
+            num_warps=1, launch_pdl=True,
         )  # fmt: skip
 
     def write(self) -> None:

@@ -9,7 +9,8 @@ One shot: every rank sends its row to all others, and adds up what came. Two sho
 the sum to all others. Then each rank sends and takes two rows' worth in place of one for each other rank.
 
 Between two ranks many rows go by a kernel of their own, for which what goes over the link counts: a row travels as it is, with one
-flag behind it, and so do the `AHEAD` rows after it before the first one's partner is there.
+flag behind it, and so do the `AHEAD` rows after it before the first one's partner is there. Rows that the product before has sent on
+its way (`RowsToSend`) are taken from where they lie.
 """
 
 from __future__ import annotations
@@ -243,6 +244,45 @@ def sum_add_norm_many_kernel(
             tl.debug_barrier()
             tl.atomic_xchg(theirs + flags + place, call + AHEAD, sem="release", scope="sys")
     tl.store(calls + program, call)
+
+
+@triton.jit
+def sum_sent_add_norm_kernel(
+    given, residual, total, normed, norm, post_norm, came, counts, calls, failed, num_rows, limit, parts, eps, post_eps,
+    most_rows, NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, DTYPE: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `sum_add_norm_kernel`, of a program a row, for rows that the other of two ranks has sent.
+
+    came [2, most_rows, ROW] int32, of calls of even number and of odd ones; counts [2, COUNTS] int32: `parts` for 64 rows that are all
+    there; calls [1] int32: so far, the one in question too."""
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < ROW
+    weight = tl.load(norm + lane, inside, 0)
+    post_weight = None
+    if post_norm is not None:
+        post_weight = tl.load(post_norm + lane, inside, 0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # who follows waits for the end all the same
+    parity = (tl.load(calls) - 1) & 1
+    at = row * ROW + lane
+    before = None
+    if residual is not None:
+        before = tl.load(residual + at, inside, 0)
+    words = tl.load(given + at, inside, 0)
+    _wait_flag(counts + parity * COUNTS + row // 64, parts, failed, limit)
+    theirs = tl.load(came + parity.to(tl.int64) * most_rows * ROW + at, inside, 0, volatile=True)
+    low = _low(words, DTYPE) + _low(theirs, DTYPE)  # of two, either way round
+    high = low
+    if tl.float32 != DTYPE:
+        high = _high(words, DTYPE) + _high(theirs, DTYPE)
+    total_words, normed_words = _finish(
+        _packed(low, high, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET, POST_UNIT_OFFSET,
+    )  # fmt: skip
+    tl.store(total + at, total_words, inside)
+    tl.store(normed + at, normed_words, inside)
 
 
 def memory_words(size: int, row_words: int) -> int:

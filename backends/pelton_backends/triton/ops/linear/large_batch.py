@@ -23,6 +23,7 @@ from pelton.ops.interface import (
     AddNormLinearNeeds,
     AddNormLinearTensors,
     AddNormNeeds,
+    AllReduce,
     Gated,
     GatedNeeds,
     GatedTensors,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 MIN_ROWS = 1024
 MIN_SHARE = 0.9
 MIN_GATED_SHARE = 0.85
+MIN_SENT_SHARE = 0.75  # where results go to another rank on the way
 
 
 @triton.jit
@@ -199,8 +201,8 @@ def _refusals(needs: Any) -> list[str]:
     return product_refusals(needs, ("plain",), DTYPES)
 
 
-def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
-    """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
+def _product(weights: LinearWeights, activation: str | None = None, reduce: AllReduce | None = None) -> Linear:
+    """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves. reduce: as in `LinearTensors`."""
     weight, bias = weights.tensors["weight"], weights.bias
     library = LibraryProduct(weight)
 
@@ -212,13 +214,17 @@ def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
         return by_cublas
     programs, min_share = num_sms(weight.device), MIN_SHARE if activation is None else MIN_GATED_SHARE
 
+    to_send = getattr(reduce, "to_send", None)  # see `AllReduce`
+
     def product(x: Tensor) -> Tensor:
         num_rows = x.shape[0]
-        if num_rows < MIN_ROWS or share_of_work(num_rows, *weight.shape, programs, activation) < min_share:
+        if num_rows < MIN_ROWS or x.stride(0) % 8 or x.data_ptr() % 16:
             return by_cublas(x)
-        if x.stride(0) % 8 or x.data_ptr() % 16:
+        sent = None if to_send is None else to_send(num_rows)
+        share = share_of_work(num_rows, *weight.shape, programs, activation)
+        if share < (min_share if sent is None else MIN_SENT_SHARE):
             return by_cublas(x)
-        return hopper_matmul(x, weight, activation)
+        return hopper_matmul(x, weight, activation, sent)
 
     return product
 
@@ -276,7 +282,7 @@ class LargeBatchLinear:
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        return _product(tensors.linear)
+        return _product(tensors.linear, reduce=tensors.reduce)
 
 
 class LargeBatchAddNormLinear:

@@ -80,7 +80,7 @@ def greedy_kernel(
     values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
     slot = tl.load(slots + row)
     if slot == padding_slot:
-        if keys is None:
+        if keys is None:  # noqa: SIM102
             if chunk == 0:
                 tl.store(result + 2 * row, 0)
                 tl.store(result + 2 * row + 1, 0)
