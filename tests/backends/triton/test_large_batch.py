@@ -8,7 +8,7 @@ from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case, rm
 
 from pelton.builtin import pelton_fused_ops
 from pelton.errors import ConfigError
-from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec
+from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec, RowsToSend
 from pelton.ops.selector import OpSelector
 from pelton_backends.reference.ops import ReferenceAddNormGatedLinear, ReferenceAddNormLinear
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
@@ -95,6 +95,32 @@ def test_last_tiles_with_two_programs_each(rows, activation, device):
     for _ in range(3):
         result = hopper_matmul(case.hidden, case.weight, activation)
         assert_close(result, replace(case, activation=activation).expected()[0], "result", factor=2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [70, 1000, 2600])
+def test_rows_are_sent_while_others_are_computed(rows, device):
+    """Here to the same device's memory. Every block of 64 rows has all its parts, in one of two places in turn; those of the next call are
+    cleared."""
+    case = make_case(rows, 1224, 3072, torch.bfloat16, device, norm=False)
+    if not can_multiply_many(case.weight):
+        pytest.skip("Hopper only")
+    copies = [torch.zeros(2624, 3072, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    counts, own_counts = (
+        torch.zeros(2, 64, dtype=torch.int32, device=device),
+        torch.ones(2, 64, dtype=torch.int32, device=device),
+    )
+    calls = torch.zeros(2, dtype=torch.int32, device=device)
+    sent = RowsToSend((copies[0][:rows], copies[1][:rows]), counts, own_counts, calls)
+    for call in range(3):
+        counts.zero_()
+        copies[call % 2].zero_()
+        result = hopper_matmul(case.hidden, case.weight, None, sent)
+        assert result.pelton_parts == 12 and calls.tolist() == [call + 1, 0]
+        assert torch.equal(copies[call % 2][:rows], result) and not copies[call % 2][rows:].any()
+        assert (counts[call % 2, : -(-rows // 64)] == 12).all() and not counts[1 - call % 2].any()
+        assert not own_counts[1 - call % 2].any()
+        assert_close(result, case.expected()[0], "result", factor=2.0)
 
 
 def test_share_of_work_counts_what_is_computed_for_nothing():

@@ -118,7 +118,7 @@ def store_tile(out, buffer, result, row, column):
 
 @gluon.jit
 def _send_tile(even_copy, odd_copy, parity, buffer, row, column):
-    """What `store_tile` has put there."""
+    """Send what `store_tile` has put there."""
     if parity == 0:
         tma.async_copy_shared_to_global(even_copy, [row, column], buffer)
     else:
