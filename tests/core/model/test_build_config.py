@@ -57,7 +57,7 @@ def test_a_sub_layers_last_matrix_knows_who_sums_its_rows(num_ranks, has_adapter
     build = make()
     build.parallel = ParallelContext(0, num_ranks)
     if has_adapters:
-        build.adapters = SimpleNamespace(add=lambda *args, **kwargs: None)
+        build.adapters = SimpleNamespace(add=lambda *args, **kwargs: None, refuse=lambda *args: None)
     told, bind = [], build.ops.bind
 
     def noted(op, needs, tensors):
