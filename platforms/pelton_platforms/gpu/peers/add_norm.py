@@ -172,6 +172,8 @@ class SumAddNorm:
                 num_rows, communicator.limit, parts, *numbers[2:], sent.most_rows, COUNTS=sent.blocks, **constants,
             )  # fmt: skip
         elif many is not None:
+            if 2 * num_rows <= many.num_programs:  # 6 % faster on an H200
+                constants["num_warps"] = min(2 * many.num_warps, 16)
             norm_kernel.sum_add_norm_many_kernel[grid](
                 *given, memory.addresses, memory.calls, communicator.failed, *numbers, PROGRAMS=memory.num_programs,
                 AHEAD=norm_kernel.AHEAD, RANK=communicator.rank, **_REGISTERS, **constants,
