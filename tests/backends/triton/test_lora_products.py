@@ -76,13 +76,10 @@ def test_programs_that_wait_for_one_another_run_at_once(
     tiling = hopper.choose_adapted_tiling(num_tokens, out_features, in_features, rank, 1, num_slots, is_gated=False)
     num_blocks = -(-num_tokens // tiling.tokens)
     num_programs = -(-out_features // tiling.rows) * tiling.split * num_blocks
-    num_tiles = hopper.low_tiles(num_tokens, num_slots, rank, tiling.rows) * num_blocks
-    num_units = hopper.most_units(num_slots, rank)
-    dealt = hopper.deal_shares(num_tiles, num_programs, tiling, in_features, num_blocks, num_units, num_sms)
-    is_shared = dealt.num_alone * dealt.num_turns < num_tiles * dealt.shares
-    assert dealt.is_shared or not is_shared
-    assert not is_shared or dealt.num_alone + num_programs <= num_sms
-    assert dealt.shares * tiling.tokens * num_blocks <= hopper._MOST_WORDS
-    assert not dealt.is_shared or num_blocks == 1
+    num_low = hopper.low_tiles(num_tokens, num_slots, rank, tiling.rows) * num_blocks * tiling.shares
+    shares = hopper.shared_shares(num_programs, num_low, tiling.shares, num_blocks, num_sms)
+    assert shares is None or (num_programs <= num_sms and 1 <= shares <= hopper.MOST_SHARES)
     if (num_tokens, in_features, num_sms) == (64, 14336, 132):
-        assert is_shared and dealt.num_alone > 0, "both kinds of programs make A x"
+        assert shares is not None, "the weight leaves four multiprocessors"
+    if (num_tokens, out_features, num_sms) == (32, 6144, 132):
+        assert shares is None, "all programs run at once"

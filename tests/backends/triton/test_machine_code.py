@@ -154,7 +154,7 @@ def test_the_decode_chain_keeps_all_in_registers(chain: list[dict[str, Any]]) ->
 def test_products_with_adapters_fetch_before_they_wait_and_write_behind(bfloat16: Kernels) -> None:
     kernels = bfloat16(*WITH_ADAPTERS)
     assert [kernel["kernel"] for kernel in kernels] == [
-        "add_norm_linear_kernel", "_add_norm_kernel", "adapted_gated_kernel", "adapted_words_kernel", "adapted_words_kernel"
+        "add_norm_linear_kernel", "_add_norm_kernel", "adapted_gated_kernel", "adapted_words_kernel", "adapted_shared_kernel"
     ], "no kernel more than without adapters"  # fmt: skip
     for kernel in kernels:
         code, name = kernel["instructions"], f"{kernel['of']}: {kernel['kernel']}"

@@ -34,6 +34,7 @@ from pelton_backends.triton.ops.linear.hopper_split_k import (
 from pelton_backends.triton.ops.linear.large_batch import add_norm
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE
 from pelton_backends.triton.ops.lora.hopper_gated_kernel import adapted_gated_kernel
+from pelton_backends.triton.ops.lora.hopper_shared_kernel import adapted_shared_kernel
 from pelton_backends.triton.ops.lora.hopper_words_kernel import adapted_words_kernel
 from pelton_backends.triton.ops.lora.linear import TritonLora, sort_rows
 from pelton_backends.triton.ops.lora.shrink import reasons_against
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_TOKENS = 64
-_OWN_SHARES = 4  # of the columns, where each is a program
-_MOST_WORDS = 512  # of a part and a rank: rows times shares
+MOST_SHARES = 8
+_OWN_SHARES = 4  # of programs that do nothing else
 _SHARE_COLUMNS = 512  # of x, at least
 _SCRATCH = 10 << 10
 _PROGRAMS = 132  # that an H200 runs at once
@@ -109,7 +110,6 @@ class _Product:
         self._a, self._b, self._rows, self._rank = (
             tensors.adapter.a, tensors.adapter.b, tensors.adapter.rows, adapter.rank
         )  # fmt: skip
-        self._most_units = most_units(self._rows.num_slots, self._rank)
         device = self._weight.device
         num_counters = triton.cdiv(self._weight.shape[0], SMALLEST_TILE) * triton.cdiv(MAX_TOKENS, 16)
         self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
@@ -192,29 +192,31 @@ class _PlainProduct(_Product):
 
     def __init__(self, needs: AdaptedNeeds, tensors: AdaptedTensors) -> None:
         super().__init__(needs, tensors)
-        num_words = _MOST_WORDS * len(self._parts) * self._rank
+        num_words = MAX_TOKENS * len(self._parts) * MOST_SHARES * self._rank
         self._words = torch.zeros(num_words, dtype=torch.int64, device=self._weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         tiling, num_blocks, low_programs, num_programs, descriptors, out, partials = self._cut(x)
         taken, (first, second) = self._rows, (*self._parts, 1 << 30, 1 << 30)[:2]
-        num_tiles, num_programs = low_programs // tiling.shares, num_programs - low_programs
-        dealt = deal_shares(
-            num_tiles, num_programs, tiling, self._weight.shape[1], num_blocks, self._most_units, num_sms(x.device)
+        arguments = (
+            *descriptors, self._bias, out, partials, self._counters, taken.units, taken.num_units, taken.token_slots, taken.step,
+            self._words, x.shape[0],
         )  # fmt: skip
-        tiling = tiling._replace(shares=dealt.shares)
-        _launch_plain(
-            (*self._key(x, tiling), dealt.is_shared, self._most_units), (dealt.num_alone + num_programs,),
-            (
-                *descriptors, self._bias, out, partials, self._counters, taken.units, taken.num_units, taken.token_slots, taken.step,
-                self._words, x.shape[0], num_blocks, num_tiles * dealt.shares, dealt.num_alone, dealt.num_turns,
-            ),
-            {
-                **self._constants(tiling), "NUM_PARTS": len(self._parts), "SECOND": first, "THIRD": first + second,
-                "IS_SHARED": dealt.is_shared, "HAS_MORE": self._most_units > tiling.columns // PANEL,
-            },
-            num_warps=4, **launch_options(has_pdl(x.device)),
-        )  # fmt: skip
+        constants = {
+            **self._constants(tiling), "NUM_PARTS": len(self._parts), "SECOND": first, "THIRD": first + second,
+        }  # fmt: skip
+        options: dict[str, Any] = {"num_warps": 4, **launch_options(has_pdl(x.device))}
+        shares = shared_shares(num_programs - low_programs, low_programs, tiling.shares, num_blocks, num_sms(x.device))
+        if shares is None:
+            _launch_plain(
+                self._key(x, tiling), (num_programs,), (*arguments, num_blocks, low_programs), constants, **options
+            )
+        else:
+            tiling, num_shares = tiling._replace(shares=shares), low_programs // tiling.shares * shares
+            _launch_shared(
+                self._key(x, tiling), (num_programs - low_programs,), (*arguments, num_shares), constants | {"SHARES": shares},
+                **options,
+            )  # fmt: skip
         return out
 
 
@@ -223,6 +225,7 @@ class _GatedProduct(_Product):
 
     def __init__(self, needs: AdaptedNeeds, tensors: AdaptedTensors) -> None:
         super().__init__(needs, tensors)
+        self._most_units = most_units(self._rows.num_slots, self._rank)
         # Tiles of A, by blocks of 16 tokens: how many shares of one are done, and the step that it was last done in.
         num_tiles = self._most_units * triton.cdiv(MAX_TOKENS, 16) * 2
         self._low_counters, self._done = torch.zeros(2, num_tiles, dtype=torch.int32, device=self._weight.device)
@@ -259,13 +262,14 @@ def choose_adapted_tiling(
 ) -> AdaptedTiling:
     """The base product's, so that sums are made in its order, with as many buffers as there is memory for.
 
-    A x in four shares is there before the last weights are.
+    A x in four shares is there before the last weights are. Where only the programs of two shares find multiprocessors beside
+    those of the weight, it is two.
     """
     rows, columns, split, stages, tokens = choose_hopper_tiling(num_tokens, out_features, in_features)
     stages = min(stages, triton.cdiv(in_features, columns * split))
     programs = triton.cdiv(out_features, rows) * split * triton.cdiv(num_tokens, tokens)
     others = low_tiles(num_tokens, num_slots, rank, rows) * num_parts * triton.cdiv(num_tokens, tokens)
-    shares = 2 if is_gated and programs + 2 * others <= _PROGRAMS < programs + 4 * others else _OWN_SHARES
+    shares = 2 if programs + 2 * others <= _PROGRAMS < programs + 4 * others else _OWN_SHARES
     if is_gated:
         stages = max(2, stages)
         while shares > 1 and in_features < _SHARE_COLUMNS * shares:
@@ -276,38 +280,18 @@ def choose_adapted_tiling(
     return AdaptedTiling(rows, columns, split, stages, tokens, shares)
 
 
-class Dealt(NamedTuple):
-    """How A x is made: of each tile of A in `shares` of the columns; `num_alone` programs make `num_turns` of all these shares each, the
-    weight's programs the rest."""
-
-    shares: int
-    num_alone: int
-    num_turns: int
-    is_shared: bool
-
-
-@cache
-def deal_shares(
-    num_tiles: int, num_programs: int, tiling: AdaptedTiling, in_features: int, num_blocks: int, num_units: int, num_sms: int
-) -> Dealt:  # fmt: skip
-    """Choose for num_tiles tiles of A, beside num_programs programs of the weight.
-
-    Where there are multiprocessors for a program of each share beside those of the weight, a share is a program. Else those that are
-    left take some in turn, as many as are done when five eighths of the weight are, and the weight's programs the rest; these wait for
-    one another, so they all have to run at once.
-    """
-    left, num_steps = num_sms - num_programs, triton.cdiv(in_features, tiling.columns)
-    own_steps = triton.cdiv(num_steps, tiling.split)
-    is_beside = num_tiles * _OWN_SHARES <= left
-    if is_beside or left < 0 or num_blocks > 1 or own_steps < 2 * tiling.stages:
-        return Dealt(tiling.shares, num_tiles * tiling.shares, 1, is_shared=False)
-    shares = max(1, min(_MOST_WORDS // tiling.tokens, 16))
-    while shares > 1 and num_steps % shares:
-        shares //= 2
-    own_steps += triton.cdiv(num_units, tiling.columns // PANEL)
-    return Dealt(shares, left, own_steps * 5 // 8 // (num_steps // shares), is_shared=True)
+def shared_shares(programs: int, low_programs: int, shares: int, num_blocks: int, num_sms: int) -> int | None:
+    """In how many shares of the columns the weight's programs make A x themselves; None where programs of their own make it, which
+    run beside all of the weight's."""
+    if num_blocks > 1 or programs > num_sms or programs + low_programs <= num_sms:
+        return None
+    units, found = low_programs // shares, 1
+    while found < MOST_SHARES and units * found * 2 <= programs:
+        found *= 2
+    return found
 
 
+_launch_shared = Launcher(adapted_shared_kernel)
 _launch_plain, _launch_gated = Launcher(adapted_words_kernel), Launcher(adapted_gated_kernel)
 
 
