@@ -38,7 +38,7 @@ def num_certain_tokens(request: EngineRequest) -> int | None:
 
 
 class _Costs:
-    """What the requests from one place on up to another cost one engine. sizes: (tokens of the prompt, of the answer) of each, in order."""
+    """Costs of neighbouring requests on one engine. sizes: (tokens of the prompt, of the answer) of each, in order."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]], max_num_seqs: int, step_cost: float) -> None:
         self._prompts = list(accumulate((size for size, _ in sizes), initial=0))

@@ -7,6 +7,7 @@ import functools
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pelton.cli.main import main
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.plugins import load_plugins
+from pelton_plugins.bench.host import paced_executor
 from pelton_plugins.bench.simulator.command import to_plain
 from pelton_plugins.bench.simulator.engine import Figures, engine_maker
 from pelton_plugins.bench.simulator.fleet import Clock, SimulatedServer
@@ -84,6 +86,23 @@ def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=
 
     SimulatedServer(config, plugins, make_one, figures, clock, paths).run(requests, FACTS["vocab_size"], overhead_s)
     return figures
+
+
+def test_a_paced_step_takes_its_time_from_its_launch_on_or_from_the_step_before(monkeypatch):
+    """A rest before it makes it no shorter: the simulator is held against engines over this executor."""
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(paced_executor, "time", clock)
+    config = EngineConfig.from_flat(plugin_config={"paced_executor": {"step_s": 0.01}})
+    executor = paced_executor.PacedExecutor(SimpleNamespace(config=config))
+    handles = [executor.execute(SimpleNamespace(step_id=step, samples=[True])) for step in range(2)]
+    for due in (100.01, 100.02):
+        assert not handles[0].ready()
+        handles.pop(0).result()
+        assert now[0] == pytest.approx(due)
+    now[0] = 100.025
+    executor.execute(SimpleNamespace(step_id=2, samples=[True])).result()
+    assert now[0] == pytest.approx(100.035)
 
 
 def test_least_squares_finds_the_weights_and_none_below_0():
