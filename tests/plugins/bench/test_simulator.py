@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import random
 from pathlib import Path
@@ -71,7 +72,7 @@ def write_steps(path, **facts) -> str:
     return str(path)
 
 
-def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=None, **flat):
+def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=None, num_fronts=1, **flat):
     config = EngineConfig.from_flat(
         **{"max_num_seqs": 16, "max_num_batched_tokens": 512, "data_parallel_size": size, **flat}
     )
@@ -84,7 +85,8 @@ def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=
             engine._skipper = None
         return engine
 
-    SimulatedServer(config, plugins, make_one, figures, clock, paths).run(requests, FACTS["vocab_size"], overhead_s)
+    server = SimulatedServer(config, plugins, make_one, figures, clock, paths, num_fronts)
+    server.run(requests, FACTS["vocab_size"], overhead_s)
     return figures
 
 
@@ -254,6 +256,23 @@ def test_engines_share_the_requests(routing):
     )
     assert two.counts["completed"] == 32
     assert two.last_s < 0.65 * one.last_s  # 16 at once and 16 behind them, or all at once
+
+
+def test_api_processes_hear_of_the_engines_now_and_then():
+    """Two of them send their first request to the first engine; what is told 50 ms later counts for the next."""
+    prompts, turns = [500, 500, 300], itertools.cycle([0, 1])
+    requests = [TraceRequest(at, size, 100) for at, size in zip((0.0, 0.0001, 0.07), prompts, strict=True)]
+
+    def last_first_token(num_fronts):
+        paths = Paths(rng=SimpleNamespace(randrange=lambda count: next(turns) % count))
+        return simulate(requests, size=2, paths=paths, num_fronts=num_fronts).ttft.histogram()
+
+    one, two = last_first_token(1), last_first_token(2)
+    alone = seconds(0, 0, 1, 500, 500 * 250)
+    assert one.percentile(99) == pytest.approx(alone, rel=0.03)  # an engine for each
+    assert two.percentile(99) > 1.9 * alone  # one behind the other
+    idle = seconds(0, 0, 1, 300, 300 * 150)
+    assert two.percentile(1) == pytest.approx(idle, rel=0.05)  # the other engine, without work
 
 
 def test_the_command_compares_with_what_was_measured(tmp_path, capsys):

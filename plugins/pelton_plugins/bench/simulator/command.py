@@ -68,6 +68,8 @@ class SimulateArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of each answer; log-normal lengths when unset."""
     num_servers: int = 1
     """Servers with -dp engines each. Requests are dealt out to them in turn, or arrive at each at random without a trace."""
+    api_server_count: int | None = None
+    """API processes of each server, as `pelton serve` has them: as many as engines when unset."""
     overhead_ms: float = 0.0
     """Time between a client's sending and the engine's receipt of a request, and for a token on its way back, together."""
     num_processes: int | None = None
@@ -83,7 +85,16 @@ class SimulateArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write a picture of the comparison here (PNG); needs matplotlib. `python -m pelton_plugins.bench.simulator.plot` draws several."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, num_prompts=1, input_len=1, output_len=1, num_servers=1, num_processes=1, overhead_ms=0)
+        check_at_least(
+            self,
+            num_prompts=1,
+            input_len=1,
+            output_len=1,
+            num_servers=1,
+            num_processes=1,
+            api_server_count=1,
+            overhead_ms=0,
+        )
         for name in ("rate_scale", "request_rate", "burstiness", "duration_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -145,19 +156,22 @@ class Job:
             calibration = calibrate(
                 recorded, self.arguments.calibrate, self._rng, self.config.parallel.data_parallel_size
             )
-        self._paths = calibration.paths if calibration is not None else Paths()
+        self._paths = calibration.paths if calibration is not None else Paths(rng=self._rng)
         self._times = fit(recorded["steps"], most + (self.config.scheduler.max_num_seqs or 1), self._rng, calibration)
 
     def simulate(self, servers: range) -> Figures:
         clock, figures = Clock(), Figures()
         make_engine = engine_maker(self.config, self.facts, self._plugins, self._times, clock, self._paths)
         overhead_s = self.arguments.overhead_ms / 1e3
+        num_fronts = self.arguments.api_server_count or self.config.parallel.data_parallel_size
         gc.disable()  # it would look through all requests again and again, and free none
         try:
             for place in servers:
                 self._rng.seed(f"{self._seed} {place}")
                 self._times.restart()
-                server = SimulatedServer(self.config, self._plugins, make_engine, figures, clock, self._paths)
+                server = SimulatedServer(
+                    self.config, self._plugins, make_engine, figures, clock, self._paths, num_fronts
+                )
                 server.run(self._requests(place), self.facts["vocab_size"], overhead_s)
                 del server
                 gc.collect()  # its engines, whose parts know each other
