@@ -169,7 +169,7 @@ def server_at_work(path, *, to_engine=0.003, back=0.002, num=60):
 
 def test_ways_between_client_and_engine_are_found(tmp_path):
     steps, prompts, record = server_at_work(tmp_path / "serve.json")
-    found = calibrate({"steps": steps, "prompts": prompts}, [record], random.Random(0))
+    found = calibrate([{"steps": steps, "prompts": prompts}], [record], random.Random(0))
     drawn = [found.paths.to_engine(3) for _ in range(50)]
     assert sum(drawn) / 50 == pytest.approx(0.003, abs=0.0005)
     assert found.paths.first_token(3) == pytest.approx(0.003, abs=1e-6)
@@ -180,11 +180,24 @@ def test_ways_between_client_and_engine_are_found(tmp_path):
     assert figures.ttft.histogram().percentile(50) == pytest.approx(first + 0.006, rel=0.05)
 
 
+def test_steps_of_several_engines_are_laid_beside_one_run(tmp_path):
+    """Most requests are those of one engine; the other's count too, where its steps are given."""
+    steps, prompts, record = server_at_work(tmp_path / "serve.json")
+    one, other = ({"steps": steps, "prompts": share} for share in (prompts[:50], prompts[50:]))
+    both = calibrate([one, other], [record], random.Random(0), 2)
+    alone = calibrate([one], [record], random.Random(0), 2)
+    assert len(both.used) == 2 * len(alone.used) and len(both.outs) == 2 * len(steps)
+    assert len(both.paths.first) == 60 and len(alone.paths.first) == 50
+    assert np.nanmedian(both.outs) == pytest.approx(0.002, abs=1e-6)
+    with pytest.raises(ConfigError, match="whose requests are not among those"):
+        calibrate([other], [record], random.Random(0), 2)
+
+
 def test_a_run_at_another_server_is_refused(tmp_path):
     steps, prompts, _ = server_at_work(tmp_path / "serve.json")
     record = serve_record(tmp_path / "other.json", [(500.0, 40, [500.1, 500.2])])
     with pytest.raises(ConfigError, match=r"other\.json, whose requests are not among those"):
-        calibrate({"steps": steps, "prompts": prompts}, [record], random.Random(0))
+        calibrate([{"steps": steps, "prompts": prompts}], [record], random.Random(0))
 
 
 def test_a_picture_of_several_loads(tmp_path, capsys):

@@ -48,8 +48,8 @@ times `pelton bench steps` has measured. Settings of engines (-dp, --max-num-seq
 class SimulateArguments(msgspec.Struct, frozen=True, kw_only=True):
     """The requests, and how many servers there are."""
 
-    step_times: str | None = None
-    """What `pelton bench steps --output-json` wrote on the device."""
+    step_times: list[str] = msgspec.field(default_factory=list)
+    """What `pelton bench steps --output-json` wrote on the device; or steps of a server, a file for each of its engines."""
     trace: str | None = None
     """Requests as Mooncake's JSON lines; lengths and arrivals are drawn as a chat service's when unset."""
     rate_scale: float = 1.0
@@ -141,10 +141,10 @@ class Job:
     def __init__(self, argv: list[str]) -> None:
         parsed = parse_flags(argv, [SimulateArguments], positional=None, program="pelton simulate", doc=DOC)
         self.arguments: SimulateArguments = parsed.structs["SimulateArguments"]
-        if self.arguments.step_times is None:
+        if not self.arguments.step_times:
             raise ConfigError("step_times is not given; use a file that `pelton bench steps --output-json` wrote.")
-        recorded = read_steps(self.arguments.step_times)
-        self.facts, self.device = recorded["engine"], recorded["device"]
+        recorded = [read_steps(path) for path in self.arguments.step_times]
+        self.facts, self.device = recorded[0]["engine"], recorded[0]["device"]
         self.config = _resolved(parsed.config, self.facts)
         self.max_model_len = parsed.config.model.max_model_len or self.facts["max_model_len"]
         self._plugins = load_plugins()
@@ -157,7 +157,8 @@ class Job:
                 recorded, self.arguments.calibrate, self._rng, self.config.parallel.data_parallel_size
             )
         self._paths = calibration.paths if calibration is not None else Paths(rng=self._rng)
-        self._times = fit(recorded["steps"], most + (self.config.scheduler.max_num_seqs or 1), self._rng, calibration)
+        steps = [step for one in recorded for step in one["steps"]]
+        self._times = fit(steps, most + (self.config.scheduler.max_num_seqs or 1), self._rng, calibration)
 
     def simulate(self, servers: range) -> Figures:
         clock, figures = Clock(), Figures()
