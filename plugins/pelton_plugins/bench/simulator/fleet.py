@@ -37,8 +37,8 @@ class _Front:
         self._told = [(0, 0)] * size
         self._num_sent = [0] * size
 
-    def tell(self, place: int, engine: SimulatedEngine) -> None:
-        self._told[place], self._num_sent[place] = (engine.num_waiting, engine.num_running), 0
+    def tell(self, place: int, load: tuple[int, int]) -> None:
+        self._told[place], self._num_sent[place] = load, 0
 
     def route(self, request: Any, engines: Sequence[SimulatedEngine]) -> int:
         loads = []
@@ -70,6 +70,7 @@ class SimulatedServer:
         self._events: list[tuple[float, int]] = []  # an engine's next event, or an older one of it
         self._fronts: list[_Front] = []
         self._next_report_s = LOADS_INTERVAL_S
+        self._told = [(0, 0)] * size  # to all API processes, where there are several
         if size > 1:
             name = config.parallel.data_parallel_routing
             client = plugins.find("pelton_engine_clients", name, setting="data_parallel_routing").resolve()
@@ -107,7 +108,6 @@ class SimulatedServer:
         made = engine_request(request, number, vocab_size)
         place = front = 0
         if self._fronts:
-            self._tell_loads(now)
             front = self._paths.rng.randrange(len(self._fronts))  # the kernel's choice among the sockets of a port
             place = self._fronts[front].route(made, self._engines)
         engine = self._engines[place]
@@ -120,13 +120,16 @@ class SimulatedServer:
         self._note(place)
 
     def _tell_loads(self, now: float) -> None:
-        """Several API processes hear of all engines now and then; one hears of each step."""
-        if len(self._fronts) == 1 or now < self._next_report_s:
+        """Several API processes hear now and then of the engines whose load has changed; one hears of each step."""
+        if len(self._fronts) < 2 or now < self._next_report_s:
             return
         self._next_report_s = now - now % LOADS_INTERVAL_S + LOADS_INTERVAL_S
-        for front in self._fronts:
-            for place, engine in enumerate(self._engines):
-                front.tell(place, engine)
+        for place, engine in enumerate(self._engines):
+            load = engine.num_waiting, engine.num_running
+            if load != self._told[place]:
+                self._told[place] = load
+                for front in self._fronts:
+                    front.tell(place, load)
 
     def _note(self, place: int) -> None:
         due = self._engines[place].next_event
@@ -141,8 +144,11 @@ class SimulatedServer:
             engine = self._engines[place]
             if engine.next_event != due:
                 continue  # it was put off or came earlier, and has an event of its own
+            self._tell_loads(due)
             self._clock.now = due
             engine.advance()
             if len(self._fronts) == 1:
-                self._fronts[0].tell(place, engine)
+                self._fronts[0].tell(place, (engine.num_waiting, engine.num_running))
             self._note(place)
+        if until is not None:
+            self._tell_loads(until)
