@@ -67,7 +67,13 @@ class _Engine:
         return not failing and self.client.silence_s < SILENT_S
 
     def load_now(self, reported: EngineLoad) -> EngineLoad:
-        return reported.with_sent(self.num_sent, self.num_in_flight)
+        num_of_others = self.client.share_load(self.num_in_flight)
+        return reported.with_sent(self.num_sent, self.num_in_flight + num_of_others)
+
+    def has(self, num_more: int) -> None:
+        """It has so many requests more, or fewer."""
+        self.num_in_flight += num_more
+        self.client.share_load(self.num_in_flight)
 
     def down_reason(self) -> str:
         down = self.supervisor.down if self.supervisor is not None else None
@@ -173,7 +179,7 @@ class SeveralEngines(EngineClient):
             place = self._router.route(request, self._loads_now(), self._ready()) if places is None else places[index]
             engine = self._engines[place]
             self._engine_of[request.request_id] = engine
-            engine.num_in_flight += 1
+            engine.has(1)
             engine.num_sent += 1
             chosen.append(engine)
         return chosen
@@ -195,7 +201,7 @@ class SeveralEngines(EngineClient):
         """A request has ended; the caller holds the lock."""
         engine = self._engine_of.pop(request_id, None)
         if engine is not None:
-            engine.num_in_flight -= 1
+            engine.has(-1)
             engine.num_sent = min(engine.num_sent, engine.num_in_flight)  # it may end between two reports
             if engine.is_leaving and not engine.num_in_flight:
                 self._drained.notify_all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import random
 from pathlib import Path
@@ -18,6 +17,7 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.plugins import load_plugins
 from pelton_plugins.bench.host import paced_executor
+from pelton_plugins.bench.simulator import fleet
 from pelton_plugins.bench.simulator.command import to_plain
 from pelton_plugins.bench.simulator.engine import Figures, engine_maker
 from pelton_plugins.bench.simulator.fleet import Clock, SimulatedServer
@@ -26,6 +26,7 @@ from pelton_plugins.bench.simulator.plot import main as draw
 from pelton_plugins.bench.simulator.step_times import fit, least_squares
 from pelton_plugins.bench.steps import COLUMNS, KIND
 from pelton_plugins.bench.trace import TraceRequest, read_trace
+from pelton_plugins.data_parallel.router import EngineLoad, LoadRouter
 
 FACTS = {
     "model": "m", "vocab_size": 1000, "max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 512,
@@ -72,11 +73,11 @@ def write_steps(path, **facts) -> str:
     return str(path)
 
 
-def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=None, num_fronts=1, **flat):
+def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=None, num_fronts=1, clock=None, **flat):
     config = EngineConfig.from_flat(
         **{"max_num_seqs": 16, "max_num_batched_tokens": 512, "data_parallel_size": size, **flat}
     )
-    clock, figures, plugins, paths = Clock(), Figures(), load_plugins(), paths or Paths()
+    clock, figures, plugins, paths = clock or Clock(), Figures(), load_plugins(), paths or Paths()
     make = engine_maker(config, FACTS, plugins, times or copy.deepcopy(fitted()), clock, paths)
 
     def make_one(told):
@@ -271,21 +272,30 @@ def test_engines_share_the_requests(routing):
     assert two.last_s < 0.65 * one.last_s  # 16 at once and 16 behind them, or all at once
 
 
-def test_api_processes_hear_of_the_engines_now_and_then():
-    """Two of them send their first request to the first engine; what is told 50 ms later counts for the next."""
-    prompts, turns = [500, 500, 300], itertools.cycle([0, 1])
-    requests = [TraceRequest(at, size, 100) for at, size in zip((0.0, 0.0001, 0.07), prompts, strict=True)]
+def test_an_api_process_knows_how_many_requests_engines_have_and_is_told_what_these_do():
+    front = fleet._Front(0, LoadRouter(EngineConfig(), 2), EngineLoad, 2)
+    engines = [SimpleNamespace(num_in_flight=3, num_of_front={}), SimpleNamespace(num_in_flight=5, num_of_front={0: 2})]
+    assert front.route(None, engines) == 0  # as far as it knows all wait
+    front.tell(0, (2, 1))
+    front.tell(1, (0, 5))
+    assert [front.route(None, engines) for _ in range(2)] == [1, 0]  # 9 and 5, then 9 and 9
+    engines[1].num_in_flight, engines[1].num_of_front = 0, {}  # those of all processes have ended
+    assert front.route(None, engines) == 1
 
-    def last_first_token(num_fronts):
-        paths = Paths(rng=SimpleNamespace(randrange=lambda count: next(turns) % count))
-        return simulate(requests, size=2, paths=paths, num_fronts=num_fronts).ttft.histogram()
 
-    one, two = last_first_token(1), last_first_token(2)
-    alone = seconds(0, 0, 1, 500, 500 * 250)
-    assert one.percentile(99) == pytest.approx(alone, rel=0.03)  # an engine for each
-    assert two.percentile(99) > 1.9 * alone  # one behind the other
-    idle = seconds(0, 0, 1, 300, 300 * 150)
-    assert two.percentile(1) == pytest.approx(idle, rel=0.05)  # the other engine, without work
+@pytest.mark.parametrize("num_fronts", [1, 2])
+def test_several_api_processes_are_told_now_and_then(monkeypatch, num_fronts):
+    told, tell, clock = [], fleet._Front.tell, Clock()
+
+    def note(front, place, load):
+        told.append(clock.now)
+        tell(front, place, load)
+
+    monkeypatch.setattr(fleet._Front, "tell", note)
+    simulate(busy_trace(20), size=2, num_fronts=num_fronts, clock=clock)
+    times = np.unique(told)
+    _, counts = np.unique(times // 0.05, return_counts=True)
+    assert len(times) > 10 and (counts.max() > 4 if num_fronts == 1 else counts.max() == 1)
 
 
 def test_the_command_compares_with_what_was_measured(tmp_path, capsys):

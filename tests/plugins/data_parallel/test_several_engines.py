@@ -125,6 +125,25 @@ async def test_reports_replace_what_was_counted_between_them():
     client.shutdown()
 
 
+async def test_requests_of_other_front_ends_count_as_soon_as_they_are_sent():
+    """They are told by other means than the engine's reports, which come later."""
+    client, engines = make(2)
+    told: list[list[int]] = [[], []]
+    of_others = [3, 0]
+    for place, engine in enumerate(engines):
+        engine.share_load = lambda count, place=place: (told[place].append(count), of_others[place])[1]  # type: ignore[method-assign]
+    client.add_requests([request("a"), request("b"), request("c"), request("d"), request("e")])
+    assert (engines[0].requests, engines[1].requests) == (["d"], ["a", "b", "c", "e"])  # 12 and 0, 4, 8, 12, 16
+    assert (told[0][-1], told[1][-1]) == (1, 4)
+    engines[1].say(done("a"))
+    await take(client)
+    assert told[1][-1] == 3
+    of_others[0] = 0
+    client.add_request(request("f"))
+    assert engines[0].requests == ["d", "f"]
+    client.shutdown()
+
+
 async def test_a_request_that_ends_between_two_reports_counts_no_longer():
     client, engines = make(2)
     for _ in range(3):  # in an API process, of which each hears of the engines' loads now and then

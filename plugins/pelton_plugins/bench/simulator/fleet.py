@@ -29,7 +29,7 @@ class Clock:
 
 
 class _Front:
-    """What an API process knows of the engines: their loads as it was last told, and what it has sent to them since."""
+    """What an API process knows of the engines: their loads as it was last told, what it has sent since, and how many requests each has."""
 
     def __init__(self, number: int, router: Any, load_class: Any, size: int) -> None:
         self.number, self._router = number, router
@@ -43,9 +43,8 @@ class _Front:
     def route(self, request: Any, engines: Sequence[SimulatedEngine]) -> int:
         loads = []
         for place, engine in enumerate(engines):
-            num_in_flight = engine.num_of_front.get(self.number, 0)
-            num_sent = min(self._num_sent[place], num_in_flight)  # it may have ended between two reports
-            loads.append(self._load_class(*self._told[place]).with_sent(num_sent, num_in_flight))
+            num_sent = min(self._num_sent[place], engine.num_of_front.get(self.number, 0))  # some may have ended since
+            loads.append(self._load_class(*self._told[place]).with_sent(num_sent, engine.num_in_flight))
         chosen: int = self._router.route(request, loads, range(len(engines)))
         self._num_sent[chosen] += 1
         return chosen
