@@ -14,7 +14,7 @@ from pelton_plugins.bench.simulator.engine import Figures, SimulatedEngine, engi
 from pelton_plugins.bench.simulator.paths import Paths
 from pelton_plugins.bench.trace import TraceRequest
 
-LOADS_INTERVAL_S = 0.05
+LOADS_INTERVAL_S = 0.02
 """Between two reports of what engines have to do, from the owner of several API processes."""
 
 
@@ -29,7 +29,7 @@ class Clock:
 
 
 class _Front:
-    """What an API process knows of the engines: their loads as it was last told, what it has sent since, and how many requests each has."""
+    """An API process with its router: loads of the engines as it was last told, what it has sent since, and how many requests each has."""
 
     def __init__(self, number: int, router: Any, load_class: Any, size: int) -> None:
         self.number, self._router = number, router
