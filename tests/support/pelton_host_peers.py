@@ -23,6 +23,9 @@ class HostPeers(PeerCommunicator):
     def device_name(self):
         return b"cpu"
 
+    def multiprocessors(self):
+        return 1
+
     def synchronize(self): ...
 
     def map_memory(self, store, count):

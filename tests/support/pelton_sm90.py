@@ -42,6 +42,8 @@ from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import (
+    AddNormLogitsNeeds,
+    AddNormLogitsTensors,
     InputRounding,
     LinearSpec,
     LinearWeights,
@@ -50,6 +52,7 @@ from pelton.ops.interface import (
     NormSpec,
     QkNormRopeWriteKvNeeds,
     QkNormRopeWriteKvTensors,
+    RowsToSend,
     SampleNeeds,
     SampleTensors,
 )
@@ -65,11 +68,13 @@ from pelton_backends.triton.attention.indexer import choose_tokens
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.attention.sparse_latent import sparse_latent_attention
+from pelton_backends.triton.ops import logits as head
 from pelton_backends.triton.ops.linear import (
     coded,
     fp8,
     fp8_one_row,
     gemv,
+    hopper_matmul,
     hopper_split_k,
     hopper_vocab,
     large_batch,
@@ -278,7 +283,7 @@ class Attention:
         )  # fmt: skip
 
     def sums(self) -> None:
-        """Over ranks with residual and norm, in one shot and in two."""
+        """Over ranks with residual and norm, in one shot and in two, and many rows."""
         words, width = torch.zeros(4, 2048, dtype=torch.int32), 4096
         for size in (2, 4):
             norm_kernel.sum_add_norm_kernel[(4,)](
@@ -287,6 +292,26 @@ class Attention:
                 DTYPE=DTYPES[getattr(torch, self.dtype)], UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True, num_warps=16,
                 launch_pdl=True,
             )  # fmt: skip
+        norm_kernel.sum_add_norm_many_kernel[(4,)](
+            words, words, words, words, words[0], None, self.tokens, words[1], words[2], 4, 1000, 1e-6, 0.0, NUMBERS=width,
+            ROW=2048, BLOCK=2048, RANK=1, PROGRAMS=528, AHEAD=norm_kernel.AHEAD, DTYPE=DTYPES[getattr(torch, self.dtype)],
+            UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True, num_warps=4, maxnreg=norm_kernel.MOST_REGISTERS,
+            launch_pdl=True,
+        )  # fmt: skip
+
+    def sent(self) -> None:
+        """A product whose rows go to another rank on the way, and their sum."""
+        x, weight, counts = torch.zeros(384, 512), torch.zeros(512, 512), torch.zeros(2, 256, dtype=torch.int32)
+        x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
+        rows = hopper_matmul.hopper_matmul(
+            x, weight, None, RowsToSend((x, x.clone()), counts, counts.clone(), counts[0])
+        )
+        words = rows.view(torch.int32)
+        norm_kernel.sum_sent_add_norm_kernel[(384,)](
+            words, words, words, words, words[0], None, words, counts, counts[0], counts[1], 384, 1000, 2, 1e-6, 0.0, 384, NUMBERS=512,
+            ROW=256, BLOCK=256, COUNTS=256, DTYPE=DTYPES[torch.bfloat16], UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True,
+            num_warps=1, launch_pdl=True,
+        )  # fmt: skip
 
     def write(self) -> None:
         needs = QkNormRopeWriteKvNeeds(
@@ -316,6 +341,28 @@ def sample(num_logprobs: int | None, num_side_slots: int, *, has_mask: bool) -> 
         sampling_logprobs.TritonLogprobs.bind(own, LogprobsTensors(state.device))(logits, tokens, target)
 
 
+def shares() -> None:
+    """The end of a greedy step over two ranks, of logits that were written: the first of each rank's share, then of both."""
+    state = BatchState(
+        max_num_seqs=2, max_model_len=64, vocab_size=2 * SMALL_VOCAB, block_sizes=(16,), num_side_slots=0,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    op = sampling.TritonSample.bind(
+        SampleNeeds(vocab_size=2 * SMALL_VOCAB, max_num_seqs=2, variant="greedy"), SampleTensors(state)
+    )
+    slots, spec = torch.zeros(2, dtype=torch.int64), LinearSpec(in_features=1024, out_features=SMALL_VOCAB)
+    needs = AddNormLogitsNeeds(
+        dtype="bfloat16", norm=NormSpec(size=1024, eps=1e-6), linear=spec, vocab_size=2 * SMALL_VOCAB, tp_size=2
+    )
+    weight, rows = torch.empty(SMALL_VOCAB, 1024, dtype=torch.bfloat16), torch.zeros(2, 1024, dtype=torch.bfloat16)
+    tensors = AddNormLogitsTensors(
+        rows[0], LinearWeights(spec, {"weight": weight}), None, lambda partial: partial, lambda logits: logits
+    )
+    share = head.TritonAddNormLogits.bind(needs, tensors)(rows, rows.clone(), slots)
+    keys = op.share_keys(share, slots, SMALL_VOCAB)  # type: ignore[attr-defined]
+    op.end_shares(torch.stack([keys, keys]), SMALL_VOCAB, slots, torch.zeros(2, 2, dtype=torch.int32))  # type: ignore[attr-defined]
+
+
 def speculate() -> None:
     """Drafts looked up, and verified."""
     state = BatchState(
@@ -341,6 +388,7 @@ def logits() -> None:
 
 SAMPLING = {
     "logits": logits,
+    "shares": shares,
     "speculation": speculate,
     "sampling": lambda: sample(None, 0, has_mask=False),
     "sampling with all": lambda: sample(20, 2, has_mask=True),
@@ -449,7 +497,7 @@ def main(*arguments: str) -> None:
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = (
         fp8_one_row.has_pdl
     ) = lambda device: True
-    hopper_vocab.has_pdl = lambda device: True
+    hopper_vocab.has_pdl = head.has_pdl = lambda device: True
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to

@@ -22,6 +22,7 @@ from pelton.ops.interface import (
     AddNormLinear,
     AddNormLinearNeeds,
     AddNormLinearTensors,
+    AllReduce,
     Gated,
     GatedNeeds,
     GatedTensors,
@@ -62,8 +63,14 @@ class LinearModule(nn.Module):
         self.bare: Linear | None = None
         """The product of a layer without a norm before it."""
 
-    def _bind_bare(self, config: BuildConfig, shards: Sequence[LinearShard], weights: LinearWeights) -> None:
-        needs, tensors = LinearNeeds(dtype=config.dtype_name, linear=weights.spec), LinearTensors(weights)
+    def _bind_bare(
+        self,
+        config: BuildConfig,
+        shards: Sequence[LinearShard],
+        weights: LinearWeights,
+        reduce: AllReduce | None = None,
+    ) -> None:
+        needs, tensors = LinearNeeds(dtype=config.dtype_name, linear=weights.spec), LinearTensors(weights, reduce)
         self.bare = config.ops.bind("linear", needs, tensors)
         self.adapter = config.adapter_layer(shards, base=BaseProduct("linear", needs, tensors))
 
@@ -220,10 +227,12 @@ class MergedGateUp(LinearModule):
 class ShardLinear(LinearModule):
     """One matrix of which this rank has a part (`linear`)."""
 
-    def __init__(self, shard: LinearShard, *, config: BuildConfig, bias: bool = False) -> None:
+    def __init__(
+        self, shard: LinearShard, *, config: BuildConfig, bias: bool = False, reduce: AllReduce | None = None
+    ) -> None:
         weights = config.quantization.create(config, [shard], bias=bias)
         super().__init__(weights)
-        self._bind_bare(config, [shard], weights)
+        self._bind_bare(config, [shard], weights, reduce)
         assert self.bare is not None
         self.linear: Linear = self.bare
 
@@ -235,10 +244,20 @@ class RowParallelLinear(ShardLinear):
     """A sub-layer's last matrix (O, down): each rank has its input columns, the bare output is partial (`linear`)."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, config: BuildConfig, prefix: str, bias: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        config: BuildConfig,
+        prefix: str,
+        bias: bool = False,
+        ends_sub_layer: bool = False,
     ) -> None:
+        """ends_sub_layer: the output goes as it is to the layer that reads the next norm."""
+        is_sent = ends_sub_layer and config.adapters is None
         width = config.parallel.share(in_features, f"input of {prefix}")
         cols = (config.parallel.rank * width, (config.parallel.rank + 1) * width)
         super().__init__(
-            LinearShard(prefix, out_features, in_features, (0, out_features), cols), config=config, bias=bias
-        )
+            LinearShard(prefix, out_features, in_features, (0, out_features), cols), config=config, bias=bias,
+            reduce=config.all_reduce(out_features) if is_sent else None,
+        )  # fmt: skip

@@ -145,9 +145,23 @@ class LinearWeights:
     finish: Callable[[], None] | None = None  # called once when all parts are loaded, before any op reads the tensors
 
 
+@dataclass(slots=True)
+class RowsToSend:
+    """Where a product's kernel leaves its partial rows for the other of two ranks while it goes on, besides its result. A part counts
+    64 rows x 256 columns, those cut off at the end too, once it is all there."""
+
+    copies: tuple[Tensor, Tensor]  # the other rank's, [n, H] each: the first in calls of even number
+    counts: (
+        Tensor  # the other rank's, [2, blocks of 64 rows] int32, of even calls and of odd ones: one more for each part
+    )
+    own_counts: Tensor  # the same here: a call clears those of the next one before it counts any part
+    calls: Tensor  # [2] int32: calls before this one, which it adds itself to at its end; spare, zero between calls
+
+
 class AllReduce(Protocol):
     """Sums a partial result over ranks; may reuse its memory. Optional: an attribute `add_norm(hidden, residual, norm, norm_spec,
-    post_norm, post_spec)`, which is `AddNorm` with the sum in one launch, or returns None for a size that it does not serve."""
+    post_norm, post_spec)`, which is `AddNorm` with the sum in one launch, or returns None for a size that it does not serve. Optional
+    with that: `to_send(num_rows) -> RowsToSend | None`; rows that were sent so have an attribute `pelton_parts`, parts in a block."""
 
     def __call__(self, partial: Tensor) -> Tensor: ...
 
@@ -278,6 +292,9 @@ class LinearNeeds:
 @dataclass(slots=True)
 class LinearTensors:
     linear: LinearWeights
+    reduce: AllReduce | None = (
+        None  # sums the results, which go to its `add_norm` as they are; None: something else may be done to them
+    )
 
 
 class Linear(Protocol):
@@ -398,7 +415,9 @@ class Sample(Protocol):
         Where rows had more than one token scheduled, add the others to `num_computed_tokens` first.
         Optional: an attribute `skips_unused = True` of the callable, when a filter or table costs only the rows that use it. A
         CPU's steps then end in this op whatever their rows ask for. Optional: `reading(slots)`, a context in which the logits of its next
-        call are computed: those of rows whose mask allows few tokens may be left out but for these.
+        call are computed: those of rows whose mask allows few tokens may be left out but for these. Greedy, over ranks:
+        `share_keys(logits, slots, count) -> [n] int64`, larger ones of better tokens, of a rank's logits whose first `count` columns
+        are tokens, and `end_shares(keys [ranks, n], width, slots, result)` for the rest; rank r has the tokens from r `width` on.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pelton.attention.kv_cache import bind_caches
+from pelton.sampling.tails import GREEDY
 from pelton.spec_decode.select import make_draft_proposer
 from pelton.worker.inputs import InputBuffers
 from pelton_platforms.device.kv_pool import KVPool, LayerCache
@@ -49,7 +50,7 @@ def make_runner(loaded: LoadedModel, plan: KVCachePlan, ops: OpSelector) -> Mode
         from pelton_platforms.device.steps.logit_shares import BestOfShares, LogitShares
 
         if isinstance(parallel, LogitShares):
-            step_ops.shares = BestOfShares(parallel, state)
+            step_ops.shares = BestOfShares(parallel, state, step_ops.sample(GREEDY))
             if parallel.communicator is not None:
                 from pelton_platforms.device.steps.row_shares import RowShares
 

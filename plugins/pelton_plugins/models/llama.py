@@ -54,6 +54,7 @@ class LlamaDecoderLayer(nn.Module):
             bias=self.output_bias(config),
             config=config,
             prefix=f"{attention}.o_proj",
+            ends_sub_layer=True,
         )
         self.post_attention_layernorm = RMSNorm(hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm")
         self.attention_post_norm, self.mlp_post_norm = self.post_norms(config, prefix)
@@ -119,8 +120,9 @@ class LlamaDecoderLayer(nn.Module):
             merged=self.merged_gate_up, config=config, prefix=prefix,
         )  # fmt: skip
         self.down_proj = RowParallelLinear(
-            hf.intermediate_size, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.down_proj"
-        )
+            hf.intermediate_size, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.down_proj",
+            ends_sub_layer=True,
+        )  # fmt: skip
 
     def query_key_norms(self, head_dim: int, config: BuildConfig, prefix: str) -> tuple[RMSNorm | None, RMSNorm | None]:
         return None, None

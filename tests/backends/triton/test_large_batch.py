@@ -8,7 +8,7 @@ from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case, rm
 
 from pelton.builtin import pelton_fused_ops
 from pelton.errors import ConfigError
-from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec
+from pelton.ops.interface import AddNormGatedLinearNeeds, LinearNeeds, LinearSpec, NormSpec, RowsToSend
 from pelton.ops.selector import OpSelector
 from pelton_backends.reference.ops import ReferenceAddNormGatedLinear, ReferenceAddNormLinear
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
@@ -20,6 +20,7 @@ from pelton_backends.triton.ops.linear.large_batch import (
     gated,
 )
 from pelton_backends.triton.ops.linear.refusals import MAX_HIDDEN_SIZE
+from pelton_backends.triton.ops.linear.small_batch import SmallBatchAddNormGatedLinear
 from pelton_backends.triton.plugin import pelton_ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -96,6 +97,32 @@ def test_last_tiles_with_two_programs_each(rows, activation, device):
         assert_close(result, replace(case, activation=activation).expected()[0], "result", factor=2.0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [70, 1000, 2600])
+def test_rows_are_sent_while_others_are_computed(rows, device):
+    """Here to the same device's memory. Every block of 64 rows has all its parts, in one of two places in turn; those of the next call are
+    cleared."""
+    case = make_case(rows, 1224, 3072, torch.bfloat16, device, norm=False)
+    if not can_multiply_many(case.weight):
+        pytest.skip("Hopper only")
+    copies = [torch.zeros(2624, 3072, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    counts, own_counts = (
+        torch.zeros(2, 64, dtype=torch.int32, device=device),
+        torch.ones(2, 64, dtype=torch.int32, device=device),
+    )
+    calls = torch.zeros(2, dtype=torch.int32, device=device)
+    sent = RowsToSend((copies[0][:rows], copies[1][:rows]), counts, own_counts, calls)
+    for call in range(3):
+        counts.zero_()
+        copies[call % 2].zero_()
+        result = hopper_matmul(case.hidden, case.weight, None, sent)
+        assert result.pelton_parts == 12 and calls.tolist() == [call + 1, 0]
+        assert torch.equal(copies[call % 2][:rows], result) and not copies[call % 2][rows:].any()
+        assert (counts[call % 2, : -(-rows // 64)] == 12).all() and not counts[1 - call % 2].any()
+        assert not own_counts[1 - call % 2].any()
+        assert_close(result, case.expected()[0], "result", factor=2.0)
+
+
 def test_share_of_work_counts_what_is_computed_for_nothing():
     assert share_of_work(192, 256, 512, 1) == 1.0
     assert share_of_work(96, 256, 512, 1) == 0.5  # half of the tile's rows
@@ -155,6 +182,38 @@ def test_reduces_before_it_adds(device):
     assert [choice.names for choice in selector.choices] == [
         ("triton.add_norm",), ("triton_gemv.linear", "triton_cublas.linear"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_one_launch", [False, True])
+@pytest.mark.parametrize("implementation", [SmallBatchAddNormGatedLinear, LargeBatchAddNormGatedLinear])
+def test_gated_products_of_several_ranks(implementation, in_one_launch, device):
+    """One rank's product and activation, behind the sum over ranks: in a launch of its own, or in one with the norm. One row of a large
+    matrix, and up to eight of a small one, are left to the ops that they are composed of."""
+    case = make_case(9, 96, 2 * 75, torch.float16, device, activation="silu")
+    needs = replace(case.needs, tp_size=2)
+    assert implementation.unsupported(needs) == []
+    assert implementation.token_range(needs)[0] == 9
+    assert (
+        implementation.token_range(replace(needs, linear=replace(needs.linear, in_features=4096, out_features=14336)))[
+            0
+        ]
+        == 2
+    )
+    assert implementation.token_range(case.needs)[0] <= 1
+
+    def reduce(partial):
+        return partial * 2
+
+    def sum_add_norm(hidden, residual, norm, spec, post_norm, post_spec):
+        total, rows = add_norm(hidden * 2, residual, norm, spec, post_norm, post_spec)
+        return rows, total
+
+    if in_one_launch:
+        reduce.add_norm = sum_add_norm
+    out, total = case.call(implementation.bind(needs, replace(case.tensors, reduce=reduce)))
+    wanted, wanted_total = replace(case, hidden=case.hidden * 2).expected()
+    assert_close(total, wanted_total, "residual'")
+    assert_close(out, wanted, "result", factor=2.0)
 
 
 @pytest.mark.parametrize("options", [{}, {"post_norm": True}, {"residual": False}], ids=["plain", "post", "first"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,21 +11,22 @@ from pelton_linear_oracle import TOLERANCES, make_case, rms_norm
 
 from pelton.ops.interface import AddNormLogitsNeeds, AddNormLogitsTensors, LinearSpec, LinearWeights
 from pelton.sampling.tails import only_best
+from pelton_backends.triton.ops.linear.large_batch import add_norm
 from pelton_backends.triton.ops.logits import TritonAddNormLogits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def bound(case: Any, **options: Any) -> Any:
-    vocab_size, hidden_size = case.weight.shape
-    spec = LinearSpec(in_features=hidden_size, out_features=vocab_size, has_bias=case.bias is not None)
+def bound(case: Any, reduce: Any = None, gather: Any = None, vocab_size: int | None = None, **options: Any) -> Any:
+    num_rows, hidden_size = case.weight.shape
+    spec = LinearSpec(in_features=hidden_size, out_features=num_rows, has_bias=case.bias is not None)
     needs = AddNormLogitsNeeds(
-        dtype=str(case.weight.dtype).removeprefix("torch."), norm=case.norm_spec, linear=spec, vocab_size=vocab_size,
+        dtype=str(case.weight.dtype).removeprefix("torch."), norm=case.norm_spec, linear=spec, vocab_size=vocab_size or num_rows,
         post_norm=case.post_spec, **options,
     )  # fmt: skip
     assert TritonAddNormLogits.unsupported(needs) == []
     weights = LinearWeights(spec, {"weight": case.weight}, case.bias)
-    return TritonAddNormLogits.bind(needs, AddNormLogitsTensors(case.norm, weights, case.post_norm))
+    return TritonAddNormLogits.bind(needs, AddNormLogitsTensors(case.norm, weights, case.post_norm, reduce, gather))
 
 
 def expected(case: Any, rows: torch.Tensor, soft_cap: float | None = None) -> torch.Tensor:
@@ -88,6 +90,49 @@ def test_rows_may_repeat_and_be_last(num_rows, device):
     check(make_case(5, 64, 48, torch.float32, device), torch.full((num_rows,), 4, device=device))
 
 
+@pytest.mark.parametrize("in_one_launch", [False, True])
+@pytest.mark.parametrize(
+    "dtype, options", [(torch.float32, {"bias": True}), (torch.float16, {"residual": False}), (torch.float16, {})]
+)
+def test_two_ranks_give_what_one_gives(dtype, options, in_one_launch, device):
+    """Each sums the rows that sample over ranks, and has a half of the vocabulary; of the last one's a row is no token. Hidden states and
+    residual stay as they are."""
+    case = make_case(12, 64, 31, dtype, device, **options)
+    rows = torch.tensor([3, 11, 0, 3], device=device)
+    wanted = expected(replace(case, hidden=case.hidden * 2), rows)
+
+    def reduce(partial):
+        return partial * 2
+
+    def sum_add_norm(hidden, residual, norm, spec, post_norm, post_spec):
+        total, normed = add_norm(hidden * 2, residual, norm, spec, post_norm, post_spec)
+        return normed, total
+
+    if in_one_launch:
+        reduce.add_norm = sum_add_norm
+    shares = []
+    for rank in range(2):
+        weight, bias = case.weight[16 * rank : 16 * rank + 16], case.bias
+        if rank == 1:
+            weight = torch.cat([weight, torch.full_like(weight[:1], 5.0)])
+        if bias is not None:
+            bias = torch.nn.functional.pad(bias, (0, 1))[16 * rank : 16 * rank + 16].contiguous()
+        own = replace(case, weight=weight.contiguous(), bias=bias)
+        before = [t.clone() for t in (case.hidden, case.residual) if t is not None]
+        gathered = []
+        head = bound(own, reduce, lambda logits, gathered=gathered: gathered.append(logits) or logits, 31, tp_size=2)
+        shares.append(head(case.hidden, case.residual, rows))
+        assert gathered[0].shape == (4, 16)
+        for after, old in zip([t for t in (case.hidden, case.residual) if t is not None], before, strict=True):
+            assert torch.equal(after, old)
+        assert head(case.hidden, case.residual, rows[:0]).shape == (0, 16)
+    logits = torch.cat(shares, dim=1)[:, :31]
+    relative, absolute = TOLERANCES[dtype]
+    torch.testing.assert_close(logits.cpu().double(), wanted, rtol=relative, atol=absolute)
+    whole = bound(own, reduce, lambda logits: torch.cat([logits, logits], dim=1), 31, tp_size=2)
+    assert whole(case.hidden, case.residual, rows).shape == (4, 31)
+
+
 def test_no_rows(device):
     case = make_case(3, 64, 48, torch.float32, device)
     logits = bound(case)(case.hidden, case.residual, torch.empty(0, dtype=torch.int64, device=device))
@@ -97,7 +142,9 @@ def test_no_rows(device):
 def test_refuses_what_it_cannot_do(device):
     spec = LinearSpec(in_features=8, out_features=8)
     norm = make_case(1, 8, 8, torch.float32, device).norm_spec
-    for options in ({"tp_size": 2}, {"dtype": "float8"}):
+    for options in ({"weight_format": "int4"}, {"dtype": "float8"}):
+        form = options.pop("weight_format", "plain")
+        spec = replace(spec, weight_format=form)
         needs = AddNormLogitsNeeds(**{"dtype": "float32", "norm": norm, "linear": spec, "vocab_size": 8} | options)
         assert TritonAddNormLogits.unsupported(needs)
 
@@ -154,3 +201,24 @@ def test_a_part_of_the_logits_has_no_best_tokens():
     logits = leave_best(torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64))
     assert best_of(logits) is not None
     assert best_of(logits[:2]) is best_of(logits / 8) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 33, 128])
+def test_a_share_leaves_its_best(num_rows, device):
+    """The key that the logits have, where the best tokens alone are asked for."""
+    from pelton_backends.triton.ops.sampling.best import best_of
+
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+    case, rows = make_case(128, 1024, 3008, torch.bfloat16, device), torch.arange(num_rows, device=device)
+    head = bound(case, lambda partial: partial, lambda logits: logits, 6016, tp_size=2)
+    logits = head(case.hidden, case.residual, rows)
+    assert best_of(logits) is None
+    token = only_best.set(True)
+    best = best_of(head(case.hidden, case.residual, rows))
+    only_best.reset(token)
+    assert best is not None
+    tokens = 0x7FFFFFFF - (best & 0x7FFFFFFF)
+    near = logits.gather(1, tokens[:, None])[:, 0]  # of another product: sums in another order
+    torch.testing.assert_close(near, logits.amax(1), rtol=1e-3, atol=1e-3)

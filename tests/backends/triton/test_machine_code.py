@@ -26,7 +26,7 @@ IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (*WITH_ADAPTERS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sparse", "sampling with all", "speculation", "drafts", "parts",
-          "sums", "logits", "states",
+          "sums", "sent", "logits", "shares", "states",
           "delta_rule", "other_states")  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
@@ -128,10 +128,10 @@ def test_kernels_of_several_ranks_keep_all_in_registers(bfloat16: Kernels) -> No
     found = bfloat16("parts", "sums")
     assert [kernel["kernel"] for kernel in found] == [
         "context_part_kernel", "merge_context_kernel", "context_part_kernel", "latent_attention_kernel", "merge_kernel",
-        "sum_add_norm_kernel", "sum_add_norm_kernel",
+        "sum_add_norm_kernel", "sum_add_norm_kernel", "sum_add_norm_many_kernel",
     ]  # fmt: skip
     assert {kernel["stack"] for kernel in found} == {0}
-    for kernel in found[-2:]:
+    for kernel in found[-3:]:
         wait, write = (kernel["instructions"].index(name) for name in ("ACQBULK", "STG"))
         assert wait < write
 
@@ -214,6 +214,27 @@ def test_sampling_waits_before_it_writes(bfloat16: Kernels) -> None:
         name, code = kernel["kernel"], kernel["instructions"]
         assert not WRITES & set(code[: code.index("ACQBULK")]), f"{name}: it writes before the wait"
         assert WRITES & set(code) and "PREEXIT" in code, name
+
+
+def test_greedy_rows_of_several_ranks_wait_before_they_write(bfloat16: Kernels) -> None:
+    kernels = bfloat16("shares")
+    assert [kernel["kernel"] for kernel in kernels] == [
+        "gather_kernel", "_add_norm_kernel", "greedy_kernel", "end_shares_kernel"
+    ]  # fmt: skip
+    for kernel in kernels:
+        code = kernel["instructions"]
+        assert WRITES & set(code) and not WRITES & set(code[: code.index("ACQBULK")]), kernel["kernel"]
+        assert kernel["stack"] == 0
+
+
+def test_rows_that_are_sent_leave_by_the_copy_engine(bfloat16: Kernels) -> None:
+    """Each of a tile's two halves to this rank's memory and to the other's, in each of three warp groups."""
+    product, total = bfloat16("sent")
+    assert (product["kernel"], total["kernel"]) == ("hopper_matmul_kernel", "sum_sent_add_norm_kernel")
+    assert product["instructions"].count("UTMASTG") == 3 * 2 * 2
+    assert product["stack"] <= 16, "as with an activation"
+    code = total["instructions"]
+    assert total["stack"] == 0 and code.index("ACQBULK") < code.index("STG")
 
 
 def test_speculation_waits_before_it_writes(bfloat16: Kernels) -> None:

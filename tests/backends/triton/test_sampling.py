@@ -99,6 +99,52 @@ def test_greedy_rows_equal_the_reference(device, variant, vocab):
     assert not state.token_ids[state.padding_slot].any()
 
 
+@pytest.mark.parametrize("size, vocab", [(2, 1400), (2, 1401), (3, 70), (4, 5)])
+def test_greedy_rows_of_shares_equal_the_reference(device, size, vocab):
+    """Each rank tells the best of its share; what fills a share up is larger than any token's logit. Of 5 tokens on 4 ranks the last has
+    none."""
+    state = make_state(device, vocab, num_seqs=7)
+    for slot in range(6):
+        add(state, slot, [0] * (3 + 5 * slot), temperature=0)
+    other = copy_of(state)
+    logits = torch.randn(7, vocab, generator=torch.Generator().manual_seed(vocab)).round(decimals=1)  # many ties
+    logits[0] = 2.5
+    logits[1, vocab - 1] = float("nan")
+    logits[2, 0] = INF
+    logits[3] = -INF
+    logits[4, 0], logits[4, 1:] = 0.0, -0.0
+    slots = [3, 1, 0, 5, 2, state.padding_slot, 4]
+    op, width = bind(state, variant="greedy"), -(-vocab // size)
+    padded = torch.nn.functional.pad(logits, (0, size * width - vocab), value=9.0)
+    rows = torch.tensor(slots, device=device)
+    keys = [
+        op.share_keys(share.contiguous().to(device), rows, min(width, vocab - rank * width))
+        for rank, share in enumerate(padded.split(width, dim=1))
+    ]
+    result = torch.full((7, 2), -7, dtype=torch.int32, device=device)
+    op.end_shares(torch.stack(keys), width, rows, result)
+    want = run(bind(other, ReferenceSample, variant="greedy"), logits, slots)
+    got = result.tolist()
+    assert (
+        [code for _, code in got] == [code for _, code in want] == [OK, NOT_FINITE, NOT_FINITE, NOT_FINITE, OK, OK, OK]
+    )
+    good = [0, 4, 5, 6]
+    assert [got[row] for row in good] == [want[row] for row in good]
+    assert got[5] == [0, 0]
+    assert torch.equal(state.num_computed_tokens.cpu(), other.num_computed_tokens)
+    for row in good:
+        assert torch.equal(state.token_ids[slots[row]].cpu(), other.token_ids[slots[row]])
+
+
+def test_shares_may_come_with_their_best(device):
+    from pelton_backends.triton.ops.sampling.best import leave_best
+
+    state = make_state(device, 70, num_seqs=6)
+    best = torch.arange(3, device=device)
+    logits = leave_best(torch.zeros(3, 35, device=device), best)
+    assert bind(state, variant="greedy").share_keys(logits, torch.arange(3, device=device), 35) is best
+
+
 def test_greedy_rows_take_the_best_that_came_with_their_logits(device):
     """The logits are not looked at: their memory may never have been written."""
     from pelton_backends.triton.ops.sampling.best import NO_KEY, leave_best

@@ -79,7 +79,7 @@ def test_refuses_with_reasons(device):
     assert "dtype float32" in SmallBatchAddNormGatedLinear.unsupported(case.needs)[0]
     needs = replace(case.to("cpu").needs, dtype="float16")
     assert SmallBatchAddNormGatedLinear.unsupported(needs) == []
-    assert "tp_size 2" in SmallBatchAddNormGatedLinear.unsupported(replace(needs, tp_size=2))[0]
+    assert "tp_size 2" in SmallBatchAddNormLinear.unsupported(replace(needs, tp_size=2))[0]
     assert "'relu'" in SmallBatchAddNormGatedLinear.unsupported(replace(needs, activation="relu"))[0]
     quantized = replace(needs.linear, weight_format="int4")
     assert "'int4'" in SmallBatchAddNormGatedLinear.unsupported(replace(needs, linear=quantized))[0]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pelton.errors import ConfigError
 from pelton.model.build import make_build_config
 from pelton.model.registry import build_model
 from pelton.model.resolved import ResolvedModel
+from pelton.parallel.context import ParallelContext
 from pelton.testing.plugins import plugins_of
 
 PLUGINS = plugins_of(pelton_backends.sdpa.plugin, pelton_plugins.models.plugin)
@@ -47,6 +49,25 @@ def test_settings_reach_the_layers():
         "embed", "add_norm_linear", "qk_norm_rope_write_kv", "linear", "add_norm_gated_linear", "add_norm_logits",
         "add_norm", "gated",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks, has_adapters, is_told", [(1, False, False), (2, False, True), (2, True, False)])
+def test_a_sub_layers_last_matrix_knows_who_sums_its_rows(num_ranks, has_adapters, is_told, monkeypatch):
+    """They go to the next norm as they are, but where adapters are added to them first, and with one rank, where there is no sum."""
+    build = make()
+    build.parallel = ParallelContext(0, num_ranks)
+    if has_adapters:
+        build.adapters = SimpleNamespace(add=lambda *args, **kwargs: None, refuse=lambda *args: None)
+    told, bind = [], build.ops.bind
+
+    def noted(op, needs, tensors):
+        if op == "linear":
+            told.append(tensors.reduce is not None)
+        return bind(op, needs, tensors)
+
+    monkeypatch.setattr(build.ops, "bind", noted)
+    build_model(build, "LlamaForCausalLM", PLUGINS)
+    assert sum(told) == (4 if is_told else 0), "O and down of two layers"
 
 
 def test_expected_weights_are_known_before_loading():

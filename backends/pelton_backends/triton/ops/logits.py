@@ -24,6 +24,7 @@ from pelton_backends.triton.ops.linear.gemv_kernels import (
     store_rows,
 )
 from pelton_backends.triton.ops.linear.hopper_vocab import VocabProduct, most_vocab_rows
+from pelton_backends.triton.ops.linear.large_batch import bind_add_norm
 from pelton_backends.triton.ops.linear.refusals import logits_refusals
 from pelton_backends.triton.ops.pieces import empty_rows
 from pelton_backends.triton.ops.sampling.best import NO_KEY, leave_best
@@ -59,6 +60,24 @@ def gather_add_norm_kernel(
     store_rows(out + i * K, x, 1, K, 1, BLOCK, 1)
 
 
+@triton.jit
+def gather_kernel(
+    hidden, residual, index, out, residual_out, best, hidden_stride, residual_stride, K: tl.constexpr, BLOCK: tl.constexpr,
+    NO_KEY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows of hidden, and of residual where there is one; best [n]: gets NO_KEY."""
+    i = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    tl.store(best + i, NO_KEY)
+    row = tl.load(index + i)
+    tl.store(out + i * K + column, tl.load(hidden + row * hidden_stride + column, column < K), column < K)
+    if residual is not None:
+        found = tl.load(residual + row * residual_stride + column, column < K)
+        tl.store(residual_out + i * K + column, found, column < K)
+
+
 class RowNorms:
     """The norms of one bound head, and the arguments that do not change."""
 
@@ -86,9 +105,6 @@ class RowNorms:
             BLOCK=block, NO_KEY=NO_KEY, num_warps=min(max(block // 512, 1), 16), **self.flags,
         )  # fmt: skip
         return normed
-
-    def capped(self, logits: Tensor) -> Tensor:
-        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
 
 class _Head(RowNorms):
@@ -136,7 +152,60 @@ class _Head(RowNorms):
         logits = _float32_product(self.normed(hidden, residual, rows), self.weight[: self.vocab_size])
         if self.bias is not None:
             logits += self.bias[: self.vocab_size].float()
-        return self.capped(logits)
+        return capped(logits, self.soft_cap)
+
+
+class _ShareOfHead:
+    """One of several ranks' part of the vocabulary: rows are summed over ranks when they are normed, logits gathered behind the product.
+    Where nothing is gathered, since the best tokens alone are asked for, these stay with the logits."""
+
+    def __init__(self, needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> None:
+        self.norm, self.gather = bind_add_norm(needs, tensors), tensors.gather
+        self.vocab_size, self.soft_cap = needs.vocab_size, needs.soft_cap
+        self.weight, self.bias = tensors.linear.tensors["weight"], tensors.linear.bias
+        self.pdl = has_pdl(self.weight.device)
+        is_bare = self.bias is None and self.soft_cap is None
+        is_whole = (
+            self.vocab_size == len(self.weight) * needs.tp_size
+        )  # else the last ranks have rows that are no tokens
+        self.vocab_rows = most_vocab_rows(self.weight) if is_bare and is_whole else 0
+        self.best = torch.empty(max(self.vocab_rows, 1), dtype=torch.int64, device=self.weight.device)
+        self.vocab = VocabProduct(self.weight) if self.vocab_rows else None
+
+    def rows(self, hidden: Tensor, residual: Tensor | None, index: Tensor, best: Tensor) -> Tensor:
+        """-> normed rows of all ranks. best: gets `NO_KEY`."""
+        num_rows, size = len(index), hidden.shape[1]
+        found = empty_rows(num_rows, size, hidden)
+        found_residual = None if residual is None else empty_rows(num_rows, size, hidden)
+        block = triton.next_power_of_2(size)
+        launch(
+            gather_kernel, (num_rows,),
+            hidden, residual, index, found, found_residual, best, hidden.stride(0), 0 if residual is None else residual.stride(0),
+            K=size, BLOCK=block, NO_KEY=NO_KEY, PDL=self.pdl, num_warps=min(max(block // 512, 1), 16), **launch_options(self.pdl),
+        )  # fmt: skip
+        return self.norm(found, found_residual)[0]
+
+    def __call__(self, hidden: Tensor, residual: Tensor | None, index: Tensor) -> Tensor:
+        num_rows, is_best = len(index), only_best.get()
+        if self.vocab is not None and is_best and 0 < num_rows <= self.vocab_rows:
+            best = self.best[:num_rows]
+            logits = leave_best(self.vocab(self.rows(hidden, residual, index, best), best, is_written=False), best)
+        elif num_rows:
+            spare = torch.empty(num_rows, dtype=torch.int64, device=hidden.device)
+            logits = _float32_product(self.rows(hidden, residual, index, spare), self.weight)
+        else:
+            logits = torch.empty((0, len(self.weight)), dtype=torch.float32, device=hidden.device)
+        if self.bias is not None:
+            logits += self.bias.float()
+        if self.gather is not None:
+            logits = self.gather(logits)
+        if logits.shape[1] > self.vocab_size:
+            logits = logits[:, : self.vocab_size]
+        return capped(logits, self.soft_cap)
+
+
+def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+    return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
 def _float32_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -153,10 +222,12 @@ class TritonAddNormLogits:
 
     @staticmethod
     def unsupported(needs: AddNormLogitsNeeds) -> list[str]:
-        return logits_refusals(needs, ("plain",), DTYPES)
+        return logits_refusals(needs, ("plain",), DTYPES, sums_over_ranks=True)
 
     @staticmethod
     def bind(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> AddNormLogits:
+        if needs.tp_size > 1:
+            return _bind_share(needs, tensors)
         head = _Head(needs, tensors)
 
         def call(hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
@@ -169,3 +240,12 @@ class TritonAddNormLogits:
             return (head.few if is_few else head.many)(hidden, residual, rows)
 
         return call
+
+
+def _bind_share(needs: AddNormLogitsNeeds, tensors: AddNormLogitsTensors) -> AddNormLogits:
+    share = _ShareOfHead(needs, tensors)
+
+    def call(hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        return share(inner_contiguous(hidden), None if residual is None else inner_contiguous(residual), rows)
+
+    return call

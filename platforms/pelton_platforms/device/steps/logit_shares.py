@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from pelton.sampling.error_codes import NOT_FINITE, OK
 from pelton_platforms.device.steps.reference_step import advance
 
 if TYPE_CHECKING:
+    from pelton.ops.interface import Sample as SampleOp
     from pelton_platforms.device.steps.batch_state import BatchState
 
 
@@ -80,16 +81,25 @@ class LogitShares(ParallelContext):
 class BestOfShares:
     """The `sample` op's greedy variant, of this rank's logits."""
 
-    def __init__(self, shares: LogitShares, state: BatchState) -> None:
+    def __init__(self, shares: LogitShares, state: BatchState, op: SampleOp | None = None) -> None:
+        """op: the `sample` op of one rank, which has a way of its own where it has `share_keys`."""
         self._shares, self._state = shares, state
+        self.op = op if hasattr(op, "share_keys") else None
         self.kept = shares.kept
 
     def pay(self, num_rows: int) -> bool:
         """Return whether words of so many rows are brought sooner than their logits."""
-        return 4 * num_rows * self._state.vocab_size >= LEAST_BYTES * self._shares.size
+        return self.op is not None or 4 * num_rows * self._state.vocab_size >= LEAST_BYTES * self._shares.size
 
     def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
         """logits [n, v], of this rank and what fills it up behind the vocabulary; slots [n] int64; result [n, 2] int32, written."""
+        if self.op is not None:
+            op: Any = self.op
+            width = logits.shape[1]
+            count = min(width, self._state.vocab_size - self._shares.rank * width)
+            keys = op.share_keys(logits, slots, count)
+            op.end_shares(self._shares.ranks.all_gather(keys.unsqueeze(0), 0), width, slots, result)
+            return
         token_ids, codes = self._best(logits)
         advance(self._state, slots, token_ids, codes, result)
 

@@ -137,15 +137,16 @@ class StepProgram:
 
     def _compute_logits(self, key: BatchDescriptor, inputs: StepInputs, hidden: Any, num_rows: int) -> Tensor:
         """Return [num_rows, V], the rows that this rank gets; their memory may stay unwritten where `only_best` says so."""
-        token = only_best.set(self._takes_best(key.tail))
+        token = only_best.set(self._takes_best(key.tail, num_rows))
         try:
             return self._logits_of(key, inputs, hidden, num_rows)
         finally:
             only_best.reset(token)
 
-    def _takes_best(self, tail: Tail | None) -> bool:
+    def _takes_best(self, tail: Tail | None, num_rows: int) -> bool:
         """Return whether the tail reads each row's best token alone, and the model hands on the head's logits as they are."""
-        if self.ops.shares is not None:
+        shares = self.ops.shares
+        if shares is not None and (tail != Sample(GREEDY) or shares.op is None or not shares.pay(num_rows)):
             return False  # the best of this rank is not that of all
         if tail == Sample(GREEDY):
             op = self.ops.sample(GREEDY)

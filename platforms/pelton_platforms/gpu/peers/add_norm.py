@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 
 from pelton import env
-from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors, NormSpec
+from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors, NormSpec, RowsToSend
+from pelton.platform.compiling import compile_only
 from pelton_platforms.gpu.peers import norm_kernel
 from pelton_platforms.gpu.peers.communicator import DTYPES, PeerCommunicator
 
@@ -21,6 +22,13 @@ LEAST_WIDTH = 64
 TWO_SHOTS_FROM_BYTES = 1 << 16
 """With more than two ranks. By what goes over a rank's links: once for each other rank in one shot, twice in two; below it the second way
 there and back counts for more. Not measured: no machine of more than two GPUs was to be had."""
+
+
+MANY_FROM_BYTES = 1 << 19
+"""Between two ranks: from here on rows go as they are, not a flag with each word."""
+SENT_ROWS, SENT_BYTES, SENT_BLOCK = 1 << 14, 1 << 27, 64
+"""Of a product's rows that are sent on the way: at most so many, and so many bytes. They are counted by blocks of 64."""
+_REGISTERS = {} if torch.version.hip is not None else {"maxnreg": norm_kernel.MOST_REGISTERS}
 
 
 class PeerAllReduce:
@@ -52,15 +60,59 @@ def open_rows(communicator: PeerCommunicator, width: int, dtype: torch.dtype) ->
         found = communicator.open_memory(f"rows of {words}", norm_kernel.memory_words(communicator.size, words))
         if found is None:
             return None
-        opened[words] = RowMemory(*found, torch.zeros(norm_kernel.PROGRAMS, dtype=torch.int32, device=found[1].device))
+        opened[words] = RowMemory(*found, norm_kernel.PROGRAMS, min(max(triton.next_power_of_2(words) // 128, 1), 16))
+        if communicator.size == 2:
+            programs, num_warps = norm_kernel.programs_of_many(communicator.num_multiprocessors, words)
+            many = communicator.open_memory(f"many rows of {words}", norm_kernel.memory_words_of_many(programs, words))
+            if many is not None:
+                opened[words].many = RowMemory(*many, programs, num_warps)
+                opened[words].sent = SentMemory.open(communicator, words)
     return opened[words]
 
 
 class RowMemory:
-    """Where rows of one width go round. peers: kept while addresses are used."""
+    """Where rows of one width go round. peers: kept while addresses are used; num_programs: the most of a launch; many: for rows from
+    `MANY_FROM_BYTES` on, None where NCCL has them; sent: for those that products send."""
 
-    def __init__(self, peers: list[Tensor], addresses: Tensor, calls: Tensor) -> None:
-        self.peers, self.addresses, self.calls = peers, addresses, calls
+    def __init__(self, peers: list[Tensor], addresses: Tensor, num_programs: int, num_warps: int) -> None:
+        self.peers, self.addresses, self.num_programs, self.num_warps = peers, addresses, num_programs, num_warps
+        self.calls = torch.zeros(num_programs, dtype=torch.int32, device=addresses.device)
+        self.many: RowMemory | None = None
+        self.sent: SentMemory | None = None
+
+
+class SentMemory:
+    """Where products of two ranks leave rows for each other, in turn: [2, most_rows, words] int32, then [2, blocks] counts.
+
+    A rank begins a call when it has the sums of the one before, so when the other has counted all of that one's parts, and has read what
+    came with the call before that. So two places are enough; and before it counts its own first part it clears the next call's counts,
+    which the other adds to when it has these. A call that nobody adds up (rows are summed another way) leaves nothing behind."""
+
+    def __init__(self, peers: list[Tensor], rank: int, words: int, most_rows: int, blocks: int) -> None:
+        self._peers, self._rank, self.words, self.most_rows, self.blocks = peers, rank, words, most_rows, blocks
+        self.calls = torch.zeros(2, dtype=torch.int32, device=peers[rank].device)
+        self.came, self.counts = self._parts(rank)
+        self._theirs, self._their_counts = self._parts(1 - rank)
+
+    @classmethod
+    def open(cls, communicator: PeerCommunicator, words: int) -> SentMemory | None:
+        most_rows = min(SENT_ROWS, SENT_BYTES // (4 * words)) // SENT_BLOCK * SENT_BLOCK
+        blocks = triton.next_power_of_2(
+            most_rows // SENT_BLOCK + 4
+        )  # a product's last tile may end behind the last row
+        found = communicator.open_memory(f"sent rows of {words}", most_rows * words + blocks)
+        return None if found is None else cls(found[0], communicator.rank, words, most_rows, blocks)
+
+    def _parts(self, rank: int) -> tuple[Tensor, Tensor]:
+        memory, num_words = self._peers[rank].view(torch.int32), 2 * self.most_rows * self.words
+        rows, counts = memory[:num_words], memory[num_words : num_words + 2 * self.blocks]
+        return rows.view(2, self.most_rows, self.words), counts.view(2, self.blocks)
+
+    def to_send(self, num_rows: int, dtype: torch.dtype) -> RowsToSend | None:
+        if num_rows > self.most_rows:
+            return None
+        even, odd = self._theirs.view(dtype)[:, :num_rows]
+        return RowsToSend((even, odd), self._their_counts, self.counts, self.calls)
 
 
 class SumAddNorm:
@@ -80,35 +132,66 @@ class SumAddNorm:
     def __call__(self, partial: Tensor) -> Tensor:
         return self._reduce(partial)
 
+    def to_send(self, num_rows: int) -> RowsToSend | None:
+        """See `AllReduce`."""
+        sent = self._memory.sent
+        return None if sent is None else sent.to_send(num_rows, self._dtype)
+
     def add_norm(
         self, hidden: Tensor, residual: Tensor | None, norm: Tensor, spec: NormSpec, post_norm: Tensor | None,
         post_spec: NormSpec | None,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """-> (normed rows, residual'), the latter in residual's memory, or hidden's. None: there is nothing, or too much for it."""
         num_bytes = hidden.numel() * hidden.element_size()
-        if (
-            not 0 < num_bytes < self._communicator.nccl_from_bytes
-            or hidden.dtype != self._dtype
-            or norm.dtype != self._dtype
-        ):
+        parts, sent = getattr(hidden, "pelton_parts", None), self._memory.sent
+        communicator, memory, size = self._communicator, self._memory, self._communicator.size
+        many = memory.many if num_bytes >= MANY_FROM_BYTES else None
+        if not num_bytes or (many is None and num_bytes >= communicator.nccl_from_bytes):
+            return None
+        if hidden.dtype != self._dtype or norm.dtype != self._dtype:
             return None
         if not hidden.is_contiguous() or (residual is not None and not residual.is_contiguous()):
             return None
         rows, total = torch.empty_like(hidden), hidden if residual is None else residual
         given = [_as_words(one) for one in (hidden, residual, total, rows, norm, post_norm)]
-        communicator, memory, size = self._communicator, self._memory, self._communicator.size
         row_words, num_rows = self._width * hidden.element_size() // 4, len(hidden)
         block = triton.next_power_of_2(row_words)
         communicator.check()
-        norm_kernel.sum_add_norm_kernel[(min(num_rows, norm_kernel.PROGRAMS),)](
-            *given, memory.addresses, memory.calls, communicator.failed, num_rows, communicator.limit, spec.eps,
-            0.0 if post_spec is None else post_spec.eps, NUMBERS=self._width, ROW=row_words, BLOCK=block,
-            RANK=communicator.rank, SIZE=size, SLOTS=norm_kernel.SLOTS,
-            TWO_SHOT=size > 2 and num_bytes >= TWO_SHOTS_FROM_BYTES, DTYPE=DTYPES[hidden.dtype],
-            UNIT_OFFSET=spec.unit_offset, POST_UNIT_OFFSET=post_spec is not None and post_spec.unit_offset,
-            PDL=self._pdl, num_warps=min(max(block // 128, 1), 16), **({"launch_pdl": True} if self._pdl else {}),
+        memory = many or memory
+        numbers = (num_rows, communicator.limit, spec.eps, 0.0 if post_spec is None else post_spec.eps)
+        constants = dict(
+            NUMBERS=self._width, ROW=row_words, BLOCK=block, DTYPE=DTYPES[hidden.dtype],
+            UNIT_OFFSET=spec.unit_offset, POST_UNIT_OFFSET=post_spec is not None and post_spec.unit_offset, PDL=self._pdl,
+            num_warps=memory.num_warps, **({"launch_pdl": True} if self._pdl else {}),
         )  # fmt: skip
+        grid = (min(num_rows, memory.num_programs),)
+        if parts is not None and sent is not None:
+            constants["num_warps"] = min(max(block // 512, 1), 16)
+            _run(
+                norm_kernel.sum_sent_add_norm_kernel, (num_rows,), *given, sent.came, sent.counts, sent.calls, communicator.failed,
+                num_rows, communicator.limit, parts, *numbers[2:], sent.most_rows, COUNTS=sent.blocks, **constants,
+            )  # fmt: skip
+        elif many is not None:
+            if 2 * num_rows <= many.num_programs:  # 6 % faster on an H200
+                constants["num_warps"] = min(2 * many.num_warps, 16)
+            norm_kernel.sum_add_norm_many_kernel[grid](
+                *given, memory.addresses, memory.calls, communicator.failed, *numbers, PROGRAMS=memory.num_programs,
+                AHEAD=norm_kernel.AHEAD, RANK=communicator.rank, **_REGISTERS, **constants,
+            )  # fmt: skip
+        else:
+            norm_kernel.sum_add_norm_kernel[grid](
+                *given, memory.addresses, memory.calls, communicator.failed, *numbers, SIZE=size, SLOTS=norm_kernel.SLOTS,
+                RANK=communicator.rank, TWO_SHOT=size > 2 and num_bytes >= TWO_SHOTS_FROM_BYTES, **constants,
+            )  # fmt: skip
         return rows, total
+
+
+def _run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Where kernels are only compiled, what would have been sent was not."""
+    if compile_only.get():
+        kernel.warmup(*args, grid=grid, **options)
+    else:
+        kernel[grid](*args, **options)
 
 
 def _as_words(tensor: Tensor | None) -> Tensor | None:

@@ -67,6 +67,9 @@ class PeerCommunicator(Communicator):
             )
 
     def _open(self, store: dist.Store) -> None:
+        counts = all_told(store, self.rank, self.size, "multiprocessors", str(self.multiprocessors()).encode())
+        self.num_multiprocessors = min(int(count) for count in counts)
+        """Of the smallest device."""
         self._peers = self.map_memory(store, kernels.memory_words(self.size))
         self._addresses = self._addresses_of(self._peers)
         self._calls = torch.zeros(kernels.PROGRAMS, dtype=torch.int32, device=self.device)
@@ -101,6 +104,9 @@ class PeerCommunicator(Communicator):
 
     def device_name(self) -> bytes:
         return str(torch.cuda.get_device_properties(self.device).uuid).encode()
+
+    def multiprocessors(self) -> int:
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -147,7 +153,8 @@ class PeerCommunicator(Communicator):
             return tensor
         if (nccl := self._large(tensor)) is not None:
             return nccl.all_gather(tensor, dim)
-        return torch.cat(self._gathered(tensor).unbind(), dim)
+        gathered = self._gathered(tensor)
+        return gathered.flatten(0, 1) if dim == 0 and tensor.dim() else torch.cat(gathered.unbind(), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
         if tensor.shape[dim] % self.size:

@@ -7,6 +7,10 @@ before: who writes the next call but one knows that all have read this one.
 
 One shot: every rank sends its row to all others, and adds up what came. Two shots: row r is added up by rank r modulo ranks, which sends
 the sum to all others. Then each rank sends and takes two rows' worth in place of one for each other rank.
+
+Between two ranks many rows go by a kernel of their own, for which what goes over the link counts: a row travels as it is, with one
+flag behind it, and so do the `AHEAD` rows after it before the first one's partner is there. Rows that the product before has sent on
+its way (`RowsToSend`) are taken from where they lie.
 """
 
 from __future__ import annotations
@@ -22,6 +26,17 @@ PROGRAMS = 64
 """Rows at once. All programs of a launch run at once: each waits for its partners."""
 MOST_WORDS = 8192
 """Of a row, which one program holds."""
+AHEAD = 2
+"""Rows that a program of `sum_add_norm_many_kernel` sends before it needs the first of the other rank's. It has twice as many places: who
+sends its row r has read row r - AHEAD of the other's, which the other sent when it had read this one's row r - 2 AHEAD."""
+MOST_REGISTERS = 128
+"""Of a thread of that kernel, so that as many programs as there are run at once."""
+
+
+def programs_of_many(num_multiprocessors: int, row_words: int) -> tuple[int, int]:
+    """-> (the most programs of a launch, warps of each): 512 threads a multiprocessor at most, which have MOST_REGISTERS each."""
+    num_warps = min(max(triton.next_power_of_2(row_words) // 512, 1), 16)
+    return num_multiprocessors * min(16 // num_warps, 4), num_warps
 
 
 @triton.jit
@@ -65,6 +80,33 @@ def _normed(x, inverse_rms, weight, UNIT_OFFSET: tl.constexpr, DTYPE: tl.constex
 
 
 @triton.jit
+def _finish(
+    found, before, post_weight, weight, inside, eps, post_eps, NUMBERS: tl.constexpr, DTYPE: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """-> (residual', its normed row), as words. found: the sum; before: of the residual, may be None; post_weight may be None."""
+    low = _low(found, DTYPE)
+    high = low
+    if tl.float32 != DTYPE:
+        high = _high(found, DTYPE)
+    if post_weight is not None:
+        post = _inverse_rms(low, high, inside, post_eps, NUMBERS, DTYPE)
+        low = _rounded(_normed(low, post, _low(post_weight, DTYPE), POST_UNIT_OFFSET, DTYPE), DTYPE)
+        if tl.float32 != DTYPE:
+            high = _rounded(_normed(high, post, _high(post_weight, DTYPE), POST_UNIT_OFFSET, DTYPE), DTYPE)
+    if before is not None:
+        low = _rounded(low + _low(before, DTYPE), DTYPE)
+        if tl.float32 != DTYPE:
+            high = _rounded(high + _high(before, DTYPE), DTYPE)
+    inverse = _inverse_rms(low, high, inside, eps, NUMBERS, DTYPE)
+    normed_low = _normed(low, inverse, _low(weight, DTYPE), UNIT_OFFSET, DTYPE)
+    normed_high = normed_low
+    if tl.float32 != DTYPE:
+        normed_high = _normed(high, inverse, _high(weight, DTYPE), UNIT_OFFSET, DTYPE)
+    return _packed(low, high, DTYPE), _packed(normed_low, normed_high, DTYPE)
+
+
+@triton.jit
 def sum_add_norm_kernel(
     given, residual, total, normed, norm, post_norm, addresses, calls, failed, num_rows, limit, eps, post_eps,
     NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
@@ -80,6 +122,7 @@ def sum_add_norm_kernel(
     lane = tl.arange(0, BLOCK)
     inside = lane < ROW
     weight = tl.load(norm + lane, inside, 0)
+    post_weight = None
     if post_norm is not None:
         post_weight = tl.load(post_norm + lane, inside, 0)
     if PDL:
@@ -101,6 +144,7 @@ def sum_add_norm_kernel(
             for rank in tl.static_range(SIZE):
                 if rank != RANK:
                     tl.store(_memory_of(addresses, rank) + places + RANK * BLOCK, wire, inside)
+        before = None
         if residual is not None:  # under way while the others' rows are
             before = tl.load(residual + at, inside, 0)
         if (owner == RANK) | (not TWO_SHOT):
@@ -121,28 +165,130 @@ def sum_add_norm_kernel(
                         tl.store(_memory_of(addresses, rank) + places + SIZE * BLOCK, _wire(found, call), inside)
         else:
             found = _wait_row(own + places + SIZE * BLOCK, inside, call, failed, limit)
-        low = _low(found, DTYPE)
+        words, normed_words = _finish(
+            found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET, POST_UNIT_OFFSET
+        )
+        tl.store(total + at, words, inside)
+        tl.store(normed + at, normed_words, inside)
+    tl.store(calls + program, call)
+
+
+@triton.jit
+def _wait_flag(flag, call, failed, limit):
+    found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    looks = 0
+    while (found != call) & (looks < limit):
+        found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        looks += 1
+    if looks >= limit:
+        tl.store(failed, 1)
+
+
+@triton.jit
+def sum_add_norm_many_kernel(
+    given, residual, total, normed, norm, post_norm, addresses, calls, failed, num_rows, limit, eps, post_eps,
+    NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, PROGRAMS: tl.constexpr,
+    AHEAD: tl.constexpr, DTYPE: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `sum_add_norm_kernel`, between two ranks, whose memory has [PROGRAMS, 2 AHEAD, BLOCK] words for rows and [PROGRAMS, 2 AHEAD] flags
+    of 4 bytes behind them."""
+    program, step = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < ROW
+    weight = tl.load(norm + lane, inside, 0)
+    post_weight = None
+    if post_norm is not None:
+        post_weight = tl.load(post_norm + lane, inside, 0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # who follows waits for the end all the same
+    PLACES: tl.constexpr = 2 * AHEAD
+    mine = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)), 16)
+    theirs = tl.multiple_of(tl.load(addresses + 1 - RANK).to(tl.pointer_type(tl.int32)), 16)
+    flags = PROGRAMS * PLACES * BLOCK
+    call = tl.load(calls + program)
+    for ahead in range(AHEAD):
+        row = program + ahead * step
+        if row < num_rows:
+            place = program * PLACES + ((call + 1 + ahead) & (PLACES - 1))
+            tl.store(theirs + place * BLOCK + lane, tl.load(given + row * ROW + lane, inside, 0), inside)
+    tl.debug_barrier()
+    for ahead in range(AHEAD):
+        if program + ahead * step < num_rows:
+            place = program * PLACES + ((call + 1 + ahead) & (PLACES - 1))
+            tl.atomic_xchg(theirs + flags + place, call + 1 + ahead, sem="release", scope="sys")
+    for row in range(program, num_rows, step):
+        call += 1
+        at = row * ROW + lane
+        before = None
+        if residual is not None:  # under way while the other's row is
+            before = tl.load(residual + at, inside, 0)
+        words = tl.load(given + at, inside, 0)
+        place = program * PLACES + (call & (PLACES - 1))
+        _wait_flag(mine + flags + place, call, failed, limit)
+        came = tl.load(mine + place * BLOCK + lane, inside, 0, volatile=True)
+        later, place = row + AHEAD * step, program * PLACES + ((call + AHEAD) & (PLACES - 1))
+        if later < num_rows:
+            tl.store(theirs + place * BLOCK + lane, tl.load(given + later * ROW + lane, inside, 0), inside)
+        low = _low(words, DTYPE) + _low(came, DTYPE)  # of two, either way round
         high = low
         if tl.float32 != DTYPE:
-            high = _high(found, DTYPE)
-        if post_norm is not None:
-            post = _inverse_rms(low, high, inside, post_eps, NUMBERS, DTYPE)
-            low = _rounded(_normed(low, post, _low(post_weight, DTYPE), POST_UNIT_OFFSET, DTYPE), DTYPE)
-            if tl.float32 != DTYPE:
-                high = _rounded(_normed(high, post, _high(post_weight, DTYPE), POST_UNIT_OFFSET, DTYPE), DTYPE)
-        if residual is not None:
-            low = _rounded(low + _low(before, DTYPE), DTYPE)
-            if tl.float32 != DTYPE:
-                high = _rounded(high + _high(before, DTYPE), DTYPE)
-        tl.store(total + at, _packed(low, high, DTYPE), inside)
-        inverse = _inverse_rms(low, high, inside, eps, NUMBERS, DTYPE)
-        low = _normed(low, inverse, _low(weight, DTYPE), UNIT_OFFSET, DTYPE)
-        if tl.float32 != DTYPE:
-            high = _normed(high, inverse, _high(weight, DTYPE), UNIT_OFFSET, DTYPE)
-        tl.store(normed + at, _packed(low, high, DTYPE), inside)
+            high = _high(words, DTYPE) + _high(came, DTYPE)
+        total_words, normed_words = _finish(
+            _packed(low, high, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
+            POST_UNIT_OFFSET,
+        )  # fmt: skip
+        tl.store(total + at, total_words, inside)
+        tl.store(normed + at, normed_words, inside)
+        if later < num_rows:  # the row that is on its way since is there by now: the flag's fence need not wait long
+            tl.debug_barrier()
+            tl.atomic_xchg(theirs + flags + place, call + AHEAD, sem="release", scope="sys")
     tl.store(calls + program, call)
+
+
+@triton.jit
+def sum_sent_add_norm_kernel(
+    given, residual, total, normed, norm, post_norm, came, counts, calls, failed, num_rows, limit, parts, eps, post_eps,
+    most_rows, NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, DTYPE: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `sum_add_norm_kernel`, of a program a row, for rows that the other of two ranks has sent.
+
+    came [2, most_rows, ROW] int32, of calls of even number and of odd ones; counts [2, COUNTS] int32: `parts` for 64 rows that are all
+    there; calls [1] int32: so far, the one in question too."""
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < ROW
+    weight = tl.load(norm + lane, inside, 0)
+    post_weight = None
+    if post_norm is not None:
+        post_weight = tl.load(post_norm + lane, inside, 0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # who follows waits for the end all the same
+    parity = (tl.load(calls) - 1) & 1
+    at = row * ROW + lane
+    before = None
+    if residual is not None:
+        before = tl.load(residual + at, inside, 0)
+    words = tl.load(given + at, inside, 0)
+    _wait_flag(counts + parity * COUNTS + row // 64, parts, failed, limit)
+    theirs = tl.load(came + parity.to(tl.int64) * most_rows * ROW + at, inside, 0, volatile=True)
+    low = _low(words, DTYPE) + _low(theirs, DTYPE)  # of two, either way round
+    high = low
+    if tl.float32 != DTYPE:
+        high = _high(words, DTYPE) + _high(theirs, DTYPE)
+    total_words, normed_words = _finish(
+        _packed(low, high, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET, POST_UNIT_OFFSET,
+    )  # fmt: skip
+    tl.store(total + at, total_words, inside)
+    tl.store(normed + at, normed_words, inside)
 
 
 def memory_words(size: int, row_words: int) -> int:
     """Words of 8 bytes that a rank's memory has."""
     return PROGRAMS * SLOTS * (size + 1) * triton.next_power_of_2(row_words)
+
+
+def memory_words_of_many(num_programs: int, row_words: int) -> int:
+    return num_programs * AHEAD * (triton.next_power_of_2(row_words) + 1)

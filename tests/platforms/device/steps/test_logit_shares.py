@@ -104,6 +104,31 @@ def test_shares_are_taken_where_logits_are_many(vocab_size: int, least: int) -> 
     assert [best.pay(rows) for rows in (1, least - 1, least, 64)] == [False, False, True, True]
 
 
+def test_an_op_with_keys_of_its_own_is_asked_for_them() -> None:
+    """Whatever the number of rows: it takes less than to gather logits. Of 11 tokens the second of two ranks has five."""
+    asked = []
+
+    class Op:
+        def share_keys(self, logits, slots, count):
+            asked.append((logits.shape, count))
+            return torch.arange(len(slots)) + 10
+
+        def end_shares(self, keys, width, slots, result):
+            asked.append((keys.tolist(), width))
+            result.fill_(3)
+
+    class Second(ParallelContext):
+        def all_gather(self, tensor, dim=-1):
+            return torch.cat([tensor - 10, tensor], dim)
+
+    best = BestOfShares(LogitShares(Second(1, 2)), make_state(11), Op())
+    assert best.pay(1)
+    result = torch.zeros(2, 2, dtype=torch.int32)
+    best(torch.zeros(2, 6), torch.arange(2), result)
+    assert asked == [((2, 6), 5), ([[0, 1], [10, 11]], 6)]
+    assert (result == 3).all()
+
+
 class FirstOfTwo(ParallelContext):
     """The other rank's part of what is gathered is made of the last step's logits."""
 

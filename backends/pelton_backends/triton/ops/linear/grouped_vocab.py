@@ -21,7 +21,7 @@ from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.grouped import DTYPES, FORMATS, MAX_TOKENS, GroupedMatrix
 from pelton_backends.triton.ops.linear.grouped_kernels import scale_of
 from pelton_backends.triton.ops.linear.refusals import logits_refusals
-from pelton_backends.triton.ops.logits import RowNorms
+from pelton_backends.triton.ops.logits import RowNorms, capped
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -116,6 +116,6 @@ class GroupedAddNormLogits:
                 return torch.empty((0, head.vocab_size), dtype=torch.float32, device=hidden.device)
             hidden = inner_contiguous(hidden)
             residual = None if residual is None else inner_contiguous(residual)
-            return head.capped(product(head.normed(hidden, residual, rows))[:, : head.vocab_size])
+            return capped(product(head.normed(hidden, residual, rows))[:, : head.vocab_size], head.soft_cap)
 
         return call

@@ -1,11 +1,14 @@
 """Products of many rows for Hopper, in Gluon: three warp groups multiply, and the first of them fetches for all.
 
 gate and up are one product whose epilogue is the activation: [T, 2 I] is never written.
+
+Of two ranks that will add their results up, each has the copy engine write its tiles to the other's memory too, while the next ones are
+computed (`RowsToSend`): by the end of the product nearly all is there.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -27,6 +30,8 @@ from pelton_backends.triton.runtime import num_sms
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pelton.ops.interface import RowsToSend
 
 # A warp group has 64 rows of x by 256 of the weight: the widest instruction there is, which reads the fewest bytes of shared
 # memory for its work. Three of them share the weight's; their sums fill the registers, and no warp is left to copy.
@@ -112,15 +117,49 @@ def store_tile(out, buffer, result, row, column):
 
 
 @gluon.jit
+def _send_tile(even_copy, odd_copy, parity, buffer, row, column):
+    """Send what `store_tile` has put there."""
+    if parity == 0:
+        tma.async_copy_shared_to_global(even_copy, [row, column], buffer)
+    else:
+        tma.async_copy_shared_to_global(odd_copy, [row, column], buffer)
+
+
+@gluon.jit
+def _count_part(counts, block):
+    """Tell the other rank that what this warp group has stored so far is there, the last of it in this block of 64 rows."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # Not only read from shared memory, as `store_wait` waits for, but written. Each thread waits for its own stores.
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; mov.b32 $0, $1;", "=r,r", [gl.arange(0, 128, LANES)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    gl.thread_barrier()
+    gl.atomic_add(counts + block, 1, sem="release", scope="sys")
+
+
+@gluon.jit
 def _multiply(
-    INDEX: gl.constexpr, x, weight, out, parts, arrived, left, right, buffer, ready, free, num_row_tiles, num_column_tiles, size,
-    num_steps, num_halved, ACTIVATION: gl.constexpr,
+    INDEX: gl.constexpr, x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, left, right, buffer,
+    ready, free,
+    num_row_tiles, num_column_tiles, size, num_steps, num_halved, ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of every tile. The first one fetches two steps ahead, and into the next tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
     IS_GATED: gl.constexpr = ACTIVATION is not None
     dtype: gl.constexpr = out.dtype
     num_tiles = num_row_tiles * num_column_tiles
+    if SENT_BLOCKS:
+        call = gl.load(calls)
+        parity = call & 1
+        counts += parity * SENT_BLOCKS
+        pending = -1  # the block of the last tile
+        if INDEX == 0:  # noqa: SIM102
+            if gl.program_id(0) == 0:
+                # Nobody counts for the next call before this one's parts are all counted.
+                LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+                cleared = own_counts + (1 - parity) * SENT_BLOCKS + gl.arange(0, SENT_BLOCKS, LANES)
+                gl.store(cleared, gl.zeros([SENT_BLOCKS], gl.int32, LANES))
     next_turn = 0
     next_tile, next_k, next_end = _piece(0, num_tiles, num_halved, num_steps)
     next_row, next_column = _place(next_tile, num_row_tiles, num_column_tiles)
@@ -183,24 +222,45 @@ def _multiply(
                 total += gl.load(parts + slot * (_ROWS * _COLUMNS) + cells, cache_modifier=".cg")
             first, second = gl.split(gl.permute(gl.reshape(total, (_ROWS, 2, _HALF)), (0, 2, 1)))
             if ACTIVATION is None:
+                if SENT_BLOCKS:  # noqa: SIM102
+                    if pending >= 0:
+                        _count_part(counts, pending)
                 store_tile(out, buffer, first.to(dtype), row, column * _COLUMNS)
+                if SENT_BLOCKS:
+                    _send_tile(even_copy, odd_copy, parity, buffer, row, column * _COLUMNS)
                 store_tile(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
+                if SENT_BLOCKS:
+                    _send_tile(even_copy, odd_copy, parity, buffer, row, column * _COLUMNS + _HALF)
+                    pending = row // _ROWS
             else:
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
                 store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
         turn += 1
         tile, begin, end = _piece(turn, num_tiles, num_halved, num_steps)
-    tma.store_wait(0)
+    if SENT_BLOCKS:
+        if pending >= 0:
+            _count_part(counts, pending)
+        gl.thread_barrier()
+        if (
+            gl.atomic_add(calls + 1, 1, sem="acq_rel", scope="gpu") == _WARP_GROUPS * gl.num_programs(0) - 1
+        ):  # the last of all
+            gl.store(calls + 1, 0)
+            gl.store(calls, call + 1)
+    else:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "size", "in_features", "num_halved"])
 def hopper_matmul_kernel(
-    x, weight, out, parts, arrived, num_rows, size, in_features, num_halved, ACTIVATION: gl.constexpr
-):
+    x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, num_rows, size, in_features, num_halved,
+    ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
+):  # fmt: skip
     """Persistent: programs take tiles in turn, and halves of the last `num_halved` ones. `size` columns of the result.
 
-    parts    [num_halved, 3, 64, 256] float32, for the sums of first halves
-    arrived  [num_halved, 3] int32, zeros
+    parts        [num_halved, 3, 64, 256] float32, for the sums of first halves
+    arrived      [num_halved, 3] int32, zeros
+    even_copy, odd_copy, counts, own_counts, calls: as `RowsToSend` has them, None where nothing is sent
+    SENT_BLOCKS  blocks of `counts`, a power of two; 0: nothing is sent
     """
     TILE_ROWS: gl.constexpr = _WARP_GROUPS * _ROWS
     TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
@@ -220,16 +280,19 @@ def hopper_matmul_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                gl.constexpr(0), x, weight, out, parts, arrived, left, right, buffers.index(0), ready, free, num_row_tiles,
-                num_column_tiles, size, num_steps, num_halved, ACTIVATION,
+                gl.constexpr(0), x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, left, right,
+                buffers.index(0), ready, free, num_row_tiles, num_column_tiles, size, num_steps, num_halved, ACTIVATION,
+                SENT_BLOCKS,
             )),
             (_multiply, (
-                gl.constexpr(1), x, weight, out, parts, arrived, left, right, buffers.index(1), ready, free, num_row_tiles,
-                num_column_tiles, size, num_steps, num_halved, ACTIVATION,
+                gl.constexpr(1), x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, left, right,
+                buffers.index(1), ready, free, num_row_tiles, num_column_tiles, size, num_steps, num_halved, ACTIVATION,
+                SENT_BLOCKS,
             )),
             (_multiply, (
-                gl.constexpr(2), x, weight, out, parts, arrived, left, right, buffers.index(2), ready, free, num_row_tiles,
-                num_column_tiles, size, num_steps, num_halved, ACTIVATION,
+                gl.constexpr(2), x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, left, right,
+                buffers.index(2), ready, free, num_row_tiles, num_column_tiles, size, num_steps, num_halved, ACTIVATION,
+                SENT_BLOCKS,
             )),
         ],
         [4, 4],
@@ -271,11 +334,12 @@ def share_of_work(
     return tiles / (rounds * programs) * num_rows / (triton.cdiv(num_rows, WARP_GROUPS * ROWS) * WARP_GROUPS * ROWS)
 
 
-def hopper_matmul(x: Tensor, weight: Tensor, activation: str | None = None) -> Tensor:
+def hopper_matmul(x: Tensor, weight: Tensor, activation: str | None = None, sent: RowsToSend | None = None) -> Tensor:
     """x @ weight.T, or activation(x @ gate.T) * (x @ up.T).
 
     x       [T, K]  fp16 or bf16; rows begin at multiples of 16 bytes
     weight  [N, K]  dtype of x, contiguous, K a multiple of 8; with an activation gate's rows, then up's, N = 2 I
+    sent    without an activation: where the result goes too, at most as many rows as there is room for; see `RowsToSend`
     -> [T, N] or [T, I], contiguous; N or I a multiple of 8
 
     Sums in float32; products (gate, up), the activation and its product with up are rounded as in `pelton.ops.reference`.
@@ -299,16 +363,22 @@ def hopper_matmul(x: Tensor, weight: Tensor, activation: str | None = None) -> T
     parts = torch.empty((halved, WARP_GROUPS, ROWS, COLUMNS), dtype=torch.float32, device=x.device)
     arrived = torch.zeros((halved, WARP_GROUPS), dtype=torch.int32, device=x.device)
     tile = gl.NVMMASharedLayout(128, 16, rank=2)
+    sending: tuple[Any, ...] = (None,) * 5
+    if sent is not None:
+        copies = (TensorDescriptor.from_tensor(copy[:num_rows], [ROWS, COLUMNS // 2], tile) for copy in sent.copies)
+        sending = (*copies, sent.counts, sent.own_counts, sent.calls)
+        out.pelton_parts = triton.cdiv(size, COLUMNS)  # type: ignore[attr-defined]
+    blocks = 0 if sent is None else sent.counts.shape[1]
     _launch(
-        (x.dtype, x.device, activation),
+        (x.dtype, x.device, activation, blocks),
         (min(tiles + halved, programs),),
         (
             TensorDescriptor.from_tensor(x, [ROWS, STEP], tile),
             TensorDescriptor.from_tensor(weight, [columns, STEP], tile),
             TensorDescriptor.from_tensor(out, [ROWS, COLUMNS // 2], tile),
-            parts, arrived, num_rows, size, in_features, halved,
+            parts, arrived, *sending, num_rows, size, in_features, halved,
         ),
-        {"ACTIVATION": activation},
+        {"ACTIVATION": activation, "SENT_BLOCKS": blocks},
         num_warps=4,
     )  # fmt: skip
     return out

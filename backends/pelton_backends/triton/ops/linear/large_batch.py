@@ -23,7 +23,7 @@ from pelton.ops.interface import (
     AddNormLinearNeeds,
     AddNormLinearTensors,
     AddNormNeeds,
-    AddNormTensors,
+    AllReduce,
     Gated,
     GatedNeeds,
     GatedTensors,
@@ -35,7 +35,7 @@ from pelton.ops.interface import (
 )
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
-from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES
+from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES, most_rows
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.refusals import product_refusals, row_refusals
 from pelton_backends.triton.ops.pieces import activated, empty_rows, normed
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 MIN_ROWS = 1024
 MIN_SHARE = 0.9
 MIN_GATED_SHARE = 0.85
+MIN_SENT_SHARE = 0.75  # where results go to another rank on the way
 
 
 @triton.jit
@@ -200,8 +201,8 @@ def _refusals(needs: Any) -> list[str]:
     return product_refusals(needs, ("plain",), DTYPES)
 
 
-def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
-    """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
+def _product(weights: LinearWeights, activation: str | None = None, reduce: AllReduce | None = None) -> Linear:
+    """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves. reduce: as in `LinearTensors`."""
     weight, bias = weights.tensors["weight"], weights.bias
     library = LibraryProduct(weight)
 
@@ -213,15 +214,38 @@ def _product(weights: LinearWeights, activation: str | None = None) -> Linear:
         return by_cublas
     programs, min_share = num_sms(weight.device), MIN_SHARE if activation is None else MIN_GATED_SHARE
 
+    to_send = getattr(reduce, "to_send", None)  # see `AllReduce`
+
     def product(x: Tensor) -> Tensor:
         num_rows = x.shape[0]
-        if num_rows < MIN_ROWS or share_of_work(num_rows, *weight.shape, programs, activation) < min_share:
+        if num_rows < MIN_ROWS or x.stride(0) % 8 or x.data_ptr() % 16:
             return by_cublas(x)
-        if x.stride(0) % 8 or x.data_ptr() % 16:
+        sent = None if to_send is None else to_send(num_rows)
+        share = share_of_work(num_rows, *weight.shape, programs, activation)
+        if share < (min_share if sent is None else MIN_SENT_SHARE):
             return by_cublas(x)
-        return hopper_matmul(x, weight, activation)
+        return hopper_matmul(x, weight, activation, sent)
 
     return product
+
+
+def bind_add_norm(needs: AddNormNeeds, tensors: Any) -> AddNorm:
+    """tensors: norm, post_norm and reduce, as `AddNormTensors` has them."""
+    norms = (tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+    reduce = tensors.reduce
+    sum_add_norm = getattr(reduce, "add_norm", None)  # see `AllReduce`
+
+    def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if sum_add_norm is not None:
+            found: tuple[Tensor, Tensor] | None = sum_add_norm(hidden, residual, *norms)
+            if found is not None:
+                return found
+        if reduce is not None:
+            hidden = reduce(hidden)
+        residual, rows = add_norm(hidden, residual, *norms)
+        return rows, residual
+
+    return call
 
 
 class TritonAddNorm:
@@ -231,24 +255,7 @@ class TritonAddNorm:
     def unsupported(needs: AddNormNeeds) -> list[str]:
         return row_refusals(needs, DTYPES)
 
-    @staticmethod
-    def bind(needs: AddNormNeeds, tensors: AddNormTensors) -> AddNorm:
-        reduce = tensors.reduce
-        sum_add_norm = getattr(reduce, "add_norm", None)  # see `AllReduce`
-
-        def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            if sum_add_norm is not None:
-                found: tuple[Tensor, Tensor] | None = sum_add_norm(
-                    hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm
-                )
-                if found is not None:
-                    return found
-            if reduce is not None:
-                hidden = reduce(hidden)
-            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
-            return rows, residual
-
-        return call
+    bind = staticmethod(bind_add_norm)
 
 
 class TritonGated:
@@ -275,7 +282,7 @@ class LargeBatchLinear:
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        return _product(tensors.linear)
+        return _product(tensors.linear, reduce=tensors.reduce)
 
 
 class LargeBatchAddNormLinear:
@@ -287,10 +294,10 @@ class LargeBatchAddNormLinear:
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        product = _product(tensors.linear)
+        norm, product = bind_add_norm(needs, tensors), _product(tensors.linear)
 
         def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            rows, residual = norm(hidden, residual)
             return product(rows), residual
 
         return add_norm_linear
@@ -301,14 +308,19 @@ class LargeBatchAddNormGatedLinear:
 
     @staticmethod
     def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
-        return _refusals(needs)
+        return product_refusals(needs, ("plain",), DTYPES, sums_over_ranks=True)
+
+    @staticmethod
+    def token_range(needs: AddNormGatedLinearNeeds) -> tuple[int, int | None]:
+        """With several ranks, whose few rows `linear` and `gated` serve."""
+        return (0 if needs.tp_size == 1 else most_rows(needs.linear, needs.dtype) + 1), None
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        product = _product(tensors.linear, needs.activation)
+        norm, product = bind_add_norm(needs, tensors), _product(tensors.linear, needs.activation)
 
         def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            rows, residual = norm(hidden, residual)
             return product(rows), residual
 
         return add_norm_gated_linear

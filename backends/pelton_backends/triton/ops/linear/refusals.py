@@ -33,17 +33,20 @@ def format_refusals(weight_format: str, formats: Collection[str]) -> list[str]:
 
 
 def product_refusals(
-    needs: Any, formats: Collection[str], dtypes: Collection[str], max_hidden_size: int | None = MAX_HIDDEN_SIZE
-) -> list[str]:
+    needs: Any, formats: Collection[str], dtypes: Collection[str], max_hidden_size: int | None = MAX_HIDDEN_SIZE, *,
+    sums_over_ranks: bool = False,
+) -> list[str]:  # fmt: skip
     """Return the refusals of a product with its norm and activation, where the needs have them."""
     reasons = format_refusals(needs.linear.weight_format, formats) + row_refusals(needs, dtypes, max_hidden_size)
-    if getattr(needs, "tp_size", 1) > 1:
+    if getattr(needs, "tp_size", 1) > 1 and not sums_over_ranks:
         reasons.append(f"tp_size {needs.tp_size}: the sum over ranks is `add_norm`'s")
     return reasons
 
 
-def logits_refusals(needs: Any, formats: Collection[str], dtypes: Collection[str]) -> list[str]:
+def logits_refusals(
+    needs: Any, formats: Collection[str], dtypes: Collection[str], *, sums_over_ranks: bool = False
+) -> list[str]:
     reasons = format_refusals(needs.linear.weight_format, formats) + dtype_refusals(needs.dtype, dtypes)
-    if needs.tp_size > 1:
+    if needs.tp_size > 1 and not sums_over_ranks:
         reasons.append("a vocabulary split over ranks")
     return reasons

@@ -25,10 +25,10 @@ from pelton.ops.interface import (
     LinearWeights,
 )
 from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
-from pelton_backends.triton.ops.linear.gemv import HANDLES
+from pelton_backends.triton.ops.linear.gemv import HANDLES, most_rows
 from pelton_backends.triton.ops.linear.hopper_mid_batch import SMALL_MATRIX, MidBatchProduct, choose_mid_batch_tiling
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
-from pelton_backends.triton.ops.linear.large_batch import add_norm, gated
+from pelton_backends.triton.ops.linear.large_batch import bind_add_norm, gated
 from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
 from pelton_backends.triton.ops.pieces import empty_rows
@@ -98,10 +98,10 @@ class SmallBatchAddNormLinear:
 
     @staticmethod
     def bind(needs: AddNormLinearNeeds, tensors: AddNormLinearTensors) -> AddNormLinear:
-        product = product_of(tensors.linear)
+        norm, product = bind_add_norm(needs, tensors), product_of(tensors.linear)
 
         def add_norm_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            rows, residual = norm(hidden, residual)
             return product(rows), residual
 
         return add_norm_linear
@@ -109,15 +109,22 @@ class SmallBatchAddNormLinear:
 
 class SmallBatchAddNormGatedLinear:
     handles = HANDLES
-    unsupported = staticmethod(refusals)
-    token_range = staticmethod(_token_range)
+
+    @staticmethod
+    def unsupported(needs: AddNormGatedLinearNeeds) -> list[str]:
+        return product_refusals(needs, ("plain",), DTYPES, sums_over_ranks=True)
+
+    @staticmethod
+    def token_range(needs: AddNormGatedLinearNeeds) -> tuple[int, int | None]:
+        """With several ranks, whose few rows `linear` and `gated` serve."""
+        return (MIN_TOKENS if needs.tp_size == 1 else most_rows(needs.linear, needs.dtype) + 1), MAX_TOKENS
 
     @staticmethod
     def bind(needs: AddNormGatedLinearNeeds, tensors: AddNormGatedLinearTensors) -> AddNormGatedLinear:
-        product = product_of(tensors.linear, needs.activation)
+        norm, product = bind_add_norm(needs, tensors), product_of(tensors.linear, needs.activation)
 
         def add_norm_gated_linear(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-            residual, rows = add_norm(hidden, residual, tensors.norm, needs.norm, tensors.post_norm, needs.post_norm)
+            rows, residual = norm(hidden, residual)
             return product(rows), residual
 
         return add_norm_gated_linear

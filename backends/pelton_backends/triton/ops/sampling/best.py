@@ -68,3 +68,42 @@ def end_best_kernel(
         finish_row(
             row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
         )
+
+
+@triton.jit
+def end_shares_kernel(
+    keys,
+    slots,
+    result,
+    token_ids,
+    num_computed_tokens,
+    side_slots,
+    counts,
+    touched,
+    num_rows,
+    width,
+    token_stride,
+    padding_slot,
+    SIZE: tl.constexpr,
+    V: tl.constexpr,
+    NO_KEY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The end of greedy rows over ranks, a program a row. keys [SIZE, num_rows]: of each rank's `width` tokens, counted from its first."""
+    row = tl.program_id(0)
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    slot = tl.load(slots + row)
+    if slot == padding_slot:
+        tl.store(result + 2 * row, 0)
+        tl.store(result + 2 * row + 1, 0)
+    else:
+        largest = tl.load(keys + row)
+        for rank in tl.static_range(1, SIZE):
+            found = tl.load(keys + rank * num_rows + row)
+            # Its token's number lies in the lower bits, from 2^31 - 1 down: so a lower one is the larger key.
+            largest = tl.maximum(largest, tl.where(found == NO_KEY, found, found - rank * width))
+        token, code = token_of_best(largest, V)
+        finish_row(
+            row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
+        )

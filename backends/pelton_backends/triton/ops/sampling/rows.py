@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pelton_backends.triton.ops.sampling.best import token_of_best
 from pelton_backends.triton.ops.sampling.logprobs import list_alternatives
 from pelton_backends.triton.ops.sampling.pieces import (
     GROUP,
@@ -59,6 +60,7 @@ def greedy_kernel(
     side_slots,
     counts,
     touched,
+    keys,
     row_stride,
     token_stride,
     padding_slot,
@@ -68,7 +70,9 @@ def greedy_kernel(
     CHUNKS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """best [n, CHUNKS] int64: key of the best logit, then the lowest token of that key; arrived [n] int32, zeros before and after."""
+    """best [n, CHUNKS] int64: key of the best logit, then the lowest token of that key; arrived [n] int32, zeros before and after.
+
+    keys [n] int64: gets each row's, and its end is left to others; None: the row ends."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -76,13 +80,14 @@ def greedy_kernel(
     values = tl.load(logits + row.to(tl.int64) * row_stride + place, mask=place < V, other=-float("inf"))
     slot = tl.load(slots + row)
     if slot == padding_slot:
-        if chunk == 0:
-            tl.store(result + 2 * row, 0)
-            tl.store(result + 2 * row + 1, 0)
+        if keys is None:  # noqa: SIM102
+            if chunk == 0:
+                tl.store(result + 2 * row, 0)
+                tl.store(result + 2 * row + 1, 0)
     else:
-        keys = order_key(values)
-        top = tl.max(keys, 0)
-        token = tl.min(tl.where(keys == top, place, V), 0)
+        ordered = order_key(values)
+        top = tl.max(ordered, 0)
+        token = tl.min(tl.where(ordered == top, place, V), 0)
         packed = (top.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
         tl.store(best + row * CHUNKS + chunk, packed)
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == CHUNKS - 1:
@@ -91,12 +96,13 @@ def greedy_kernel(
                 best + row * CHUNKS + other, mask=other < CHUNKS, other=-9223372036854775807, cache_modifier=".cg"
             )
             largest = tl.max(found, 0)
-            top = (largest >> 32).to(tl.int32)
-            token = tl.minimum(0x7FFFFFFF - (largest & 0x7FFFFFFF), V - 1).to(tl.int32)
-            code = tl.where((top >= INF_KEY) | (top <= MINUS_INF_KEY), NOT_FINITE, OK)
-            finish_row(
-                row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
-            )  # fmt: skip
+            if keys is not None:
+                tl.store(keys + row, largest)
+            else:
+                token, code = token_of_best(largest, V)
+                finish_row(
+                    row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
+                )  # fmt: skip
             tl.store(arrived + row, 0)
 
 

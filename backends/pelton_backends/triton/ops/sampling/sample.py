@@ -37,7 +37,7 @@ from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
 from pelton.sampling.side_tables import GROUP
 from pelton.worker.batch_state import BatchTensors
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.ops.sampling.best import best_of, end_best_kernel
+from pelton_backends.triton.ops.sampling.best import NO_KEY, best_of, end_best_kernel, end_shares_kernel
 from pelton_backends.triton.ops.sampling.logprobs import MOST_LOGPROBS, RawStatistics, target_strides
 from pelton_backends.triton.ops.sampling.nucleus import CUTS, finish_kernel, gather_kernel, measure_kernel
 from pelton_backends.triton.ops.sampling.rows import greedy_kernel, pick_kernel, scan_kernel
@@ -109,13 +109,37 @@ class _Greedy:
                 **launch_options(self._pdl),
             )  # fmt: skip
             return
+        self._read(logits, slots, result, None, self._vocab_size)
+
+    def _read(self, logits: Tensor, slots: Tensor, result: Tensor | None, keys: Tensor | None, count: int) -> None:
+        """Read the first `count` columns."""
+        state, chunks = self._state, triton.cdiv(count, _GREEDY_CHUNK)
         launch(
-            greedy_kernel, (num_rows, self._chunks),
+            greedy_kernel, (len(slots), chunks),
             logits, slots, result, self._best, self._arrived, state.token_ids, state.num_computed_tokens,
-            state.side_slots, state.side.counts, state.side.touched, logits.stride(0), state.token_ids.stride(0), state.padding_slot,
-            V=self._vocab_size, CHUNK=_GREEDY_CHUNK, CHUNKS=self._chunks, CHUNKS_BLOCK=triton.next_power_of_2(self._chunks),
+            state.side_slots, state.side.counts, state.side.touched, keys, logits.stride(0), state.token_ids.stride(0),
+            state.padding_slot, V=count, CHUNK=_GREEDY_CHUNK, CHUNKS=chunks, CHUNKS_BLOCK=triton.next_power_of_2(chunks),
             PDL=self._pdl, num_warps=_GREEDY_WARPS, **launch_options(self._pdl),
         )  # fmt: skip
+
+    def share_keys(self, logits: Tensor, slots: Tensor, count: int) -> Tensor:
+        best = best_of(logits)
+        if best is not None:
+            return best
+        keys = torch.full((len(slots),), NO_KEY, dtype=torch.int64, device=logits.device)
+        if len(slots) and count > 0:
+            self._read(logits, slots, None, keys, count)
+        return keys
+
+    def end_shares(self, keys: Tensor, width: int, slots: Tensor, result: Tensor) -> None:
+        state, (size, num_rows) = self._state, keys.shape
+        if num_rows:
+            launch(
+                end_shares_kernel, (num_rows,),
+                keys, slots, result, state.token_ids, state.num_computed_tokens, state.side_slots, state.side.counts,
+                state.side.touched, num_rows, width, state.token_ids.stride(0), state.padding_slot, SIZE=size,
+                V=self._vocab_size, NO_KEY=NO_KEY, PDL=self._pdl, num_warps=1, **launch_options(self._pdl),
+            )  # fmt: skip
 
 
 def _width(num_warps: int) -> int:
