@@ -73,7 +73,7 @@ class LoadRouter(RequestRouter):
             count = num_certain_tokens(request)
             if count is None:
                 return None
-            sizes.append((len(request.prompt_token_ids), count))
+            sizes.append((max(len(request.prompt_token_ids), 1), count))
         step_cost = CPU_STEP_COST if info.report.platform == "cpu" else STEP_COST
         shares = by_length(sizes, len(ready), info.max_num_seqs, step_cost)
         return None if shares is None else [ready[share] for share in shares]
