@@ -86,6 +86,7 @@ from pelton_backends.triton.ops.lora import hopper as lora_hopper
 from pelton_backends.triton.ops.lora import linear as lora
 from pelton_backends.triton.ops.lora import shrink as lora_shrink
 from pelton_backends.triton.ops.moe import experts as moe
+from pelton_backends.triton.ops.moe import streamed
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
 from pelton_backends.triton.ops.sampling import logprobs as sampling_logprobs
 from pelton_backends.triton.ops.sampling import sample as sampling
@@ -451,6 +452,16 @@ def hopper_experts(dtype: str) -> None:
     moe.BoundMoe(needs, tensors)(x, slots)
 
 
+def streamed_experts(dtype: str) -> None:
+    """Experts in e4m3 of some tokens on a Hopper device."""
+    moe.is_hopper = moe.has_pdl = streamed.has_pdl = lambda device: True
+    routing, form = RoutingSpec(num_experts=64, top_k=4), {"weight_format": "e4m3", "sizes": (512, 512)}
+    needs, tensors, x, slots = moe_case(torch.device("cpu"), routing, 200, getattr(torch, dtype), **form)
+    op = moe.BoundMoe(needs, tensors)
+    for num_tokens in (64, 200):
+        op(x[:num_tokens], slots[:num_tokens])
+
+
 def code_of(cubin: bytes) -> bytes:
     """The instructions of its one kernel: of an ELF file the section that is named after it."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
@@ -543,6 +554,8 @@ def compile_kernels(
             SAMPLING[name]()
         elif name == "experts on Hopper":
             hopper_experts(dtype)
+        elif name == "experts that stream":
+            streamed_experts(dtype)
         elif name.startswith("products in "):
             products_in(dtype, name.removeprefix("products in "))
         elif name.startswith("experts in "):

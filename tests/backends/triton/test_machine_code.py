@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, script_forks: None) -> list[d
     words = ["bfloat16", "bfloat16", *CHAIN, *OTHERS]
     for dtypes, names in OTHER_DTYPES.items():
         words += ["--", "--no-code", *dtypes, *names]
-    words += ["--", "bfloat16", "bfloat16", "experts on Hopper"]
+    words += ["--", "bfloat16", "bfloat16", "experts on Hopper", "experts that stream"]
     return once(tmp_path_factory, "sm90", lambda: run_program("pelton_sm90.py", *words))
 
 
@@ -260,3 +260,14 @@ def test_rows_of_sorted_experts_are_gathered_by_the_product(bfloat16: Kernels) -
     gathered, down = (kernel for kernel in bfloat16("experts on Hopper") if "HGMMA" in kernel["instructions"])
     assert "LDGSTS" in gathered["instructions"] and "LDGSTS" not in down["instructions"], "rows of x lie anywhere"
     assert gathered["stack"] == down["stack"] == 0
+
+
+def test_weights_of_experts_are_on_their_way_before_the_choice(bfloat16: Kernels) -> None:
+    """Both products with 16 and with 32 pairs of inputs that are two numbers in e4m3 each: weights in e4m3 are not converted."""
+    found = [kernel for kernel in bfloat16("experts that stream") if kernel["kernel"] == "streamed_kernel"]
+    assert len(found) == 4
+    for kernel in found:
+        code = kernel["instructions"]
+        before = code[: code.index("ACQBULK")]
+        assert "PREEXIT" in before and "UTMALDG" in before and not (WRITES | LOADS - {"UTMALDG"}) & set(before)
+        assert "QGMMA" in code and kernel["stack"] == 0
