@@ -201,6 +201,8 @@ def test_every_hopper_tiling_gives_the_product(dtype, tiling, device):
 
 
 MID_BATCH_TILINGS = [  # run, rows, groups, split, stages
+    (96, 96, 1, 1, 9, 128),
+    (64, 64, 1, 2, 3, 96),
     (64, 64, 2, 1, 8),
     (48, 48, 2, 2, 4),
     (224, 224, 2, 1, 4),

@@ -112,10 +112,11 @@ def render(model: str, found: dict[str, Any]) -> str:
     """Microseconds of one layer for a layer's rows, of the whole for the others."""
     rows = []
     for row in found["rows"]:
+        size = row["batch"] if row["query_len"] == 1 else f"{row['batch']} x {row['query_len']}"
         floor_us = row["bytes"] / found["bandwidth_gb_s"] / 1e3
         rows.append(
             (
-                row["batch"] if row["query_len"] == 1 else f"{row['batch']} x {row['query_len']}", row["part"], number(row["us"]), number(row.get("without_us")), number(floor_us or None),
+                size, row["part"], number(row["us"]), number(row.get("without_us")), number(floor_us or None),
                 f"{floor_us / row['us']:.0%}" if floor_us and row["us"] else "-", row["op"],
             )
         )  # fmt: skip

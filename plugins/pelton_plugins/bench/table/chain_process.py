@@ -41,7 +41,6 @@ def room_tokens(num_drafts: int) -> int:
     return ROOM_STEPS * (1 + num_drafts)
 
 
-
 class Timer:
     """Times work on the worker's device: captured where the platform can, else called."""
 
@@ -112,9 +111,7 @@ def give_memory(worker: Any, most_rows: int, context_len: int, num_drafts: int =
     specs, most_tokens = worker.kv_cache_specs(), context_len + room_tokens(num_drafts)
     block_size = next(iter(specs.values())).block_size
     num_blocks = 1 + most_rows * -(-most_tokens // block_size)
-    worker.initialize_kv_cache(
-        plan_kv_cache(specs, 2**50, num_blocks_override=num_blocks, max_model_len=most_tokens)
-    )
+    worker.initialize_kv_cache(plan_kv_cache(specs, 2**50, num_blocks_override=num_blocks, max_model_len=most_tokens))
 
 
 class DecodeStep:
@@ -223,8 +220,12 @@ def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, 
         spent_s = timer.seconds(call, step.start_again)
         found.append(
             {
-                "batch": step.rows, "query_len": step.num_tokens // step.rows, "part": part, "us": spent_s * 1e6 / parts,
-                "bytes": num_bytes, "op": ops.get(op, ""),
+                "batch": step.rows,
+                "query_len": step.num_tokens // step.rows,
+                "part": part,
+                "us": spent_s * 1e6 / parts,
+                "bytes": num_bytes,
+                "op": ops.get(op, ""),
             }
         )
     return found
