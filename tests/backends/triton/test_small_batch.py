@@ -132,6 +132,11 @@ def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
                 # `_product` has a counter for each.
                 assert programs * groups <= -(-out // split_k.SMALLEST_TILE) * (MAX_TOKENS // 16)
     assert len(chosen) >= 4
+    groups = {
+        (rows, out): choose_mid_batch_tiling(rows, out, 1024, True) for rows in (64, 65, 128) for out in (6144, 6400)
+    }
+    assert {place for place, tiling in groups.items() if tiling} == {(65, 6144), (128, 6144)}, "runs of 96 rows alone"
+    assert choose_mid_batch_tiling(128, 6144, 4096, True) is None, "a large matrix"
 
 
 def test_tilings_cover_the_product_and_fit_the_device():
