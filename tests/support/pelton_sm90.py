@@ -75,8 +75,10 @@ from pelton_backends.triton.ops.linear import (
     fp8_one_row,
     gemv,
     hopper_matmul,
+    hopper_mid_batch,
     hopper_split_k,
     hopper_vocab,
+    hopper_wide_vocab,
     large_batch,
     small_batch,
     split_k,
@@ -118,6 +120,7 @@ PRODUCTS: dict[str, tuple[Any, tuple[int, int, int], dict[str, Any]]] = {
     "gate and up": (gemv.GemvAddNormGatedLinear, (1, 1024, 6144), GATED),
     "down": (gemv.GemvLinear, (1, 3072, 1024), {"norm": False}),
     "O of 32 rows": (small_batch.SmallBatchLinear, (32, 2048, 1024), {"norm": False}),
+    "gate and up of 128 rows": (small_batch.SmallBatchAddNormGatedLinear, (128, 1024, 6144), GATED),
 }
 """Of a layer of Qwen3-0.6B: seam, (rows, in, out), what else the case has."""
 E4M3 = {
@@ -382,9 +385,10 @@ def speculate() -> None:
 
 
 def logits() -> None:
-    """Those of 128 rows, of which the best are wanted alone."""
+    """Those of 64 and of 128 rows, of which the best are wanted alone."""
     weight, best = torch.empty(VOCAB, 1024, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.int64)
-    hopper_vocab.VocabProduct(weight)(torch.empty(128, 1024, dtype=torch.bfloat16), best, is_written=False)
+    for rows in (64, 128):
+        hopper_vocab.VocabProduct(weight)(torch.empty(rows, 1024, dtype=torch.bfloat16), best, is_written=False)
 
 
 SAMPLING = {
@@ -508,7 +512,7 @@ def main(*arguments: str) -> None:
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = (
         fp8_one_row.has_pdl
     ) = lambda device: True
-    hopper_vocab.has_pdl = head.has_pdl = lambda device: True
+    hopper_vocab.has_pdl = hopper_wide_vocab.has_pdl = hopper_mid_batch.has_pdl = head.has_pdl = lambda device: True
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to
