@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -276,10 +277,13 @@ def test_an_import_that_hangs_is_named(install, caplog, monkeypatch):
     monkeypatch.setattr("pelton.plugins.HANGING_LOAD_S", 0.01)
     install(HANGING + hook("pelton_models", ""))
     load_plugins()
-    assert (
-        "Plugin acme_plugin (acme_plugin 0.3) is being imported (acme_plugin), for more than 0.0 s by now"
-        in caplog.text
-    )
+    line = "Plugin acme_plugin (acme_plugin 0.3) is being imported (acme_plugin), for more than 0.0 s by now"
+    end = time.monotonic() + 60
+    while (
+        line not in caplog.text and time.monotonic() < end
+    ):  # the thread that tells it may be on its way to this listener
+        time.sleep(0.001)
+    assert line in caplog.text
 
 
 def test_a_slow_import_is_told(install, caplog, monkeypatch):

@@ -381,6 +381,17 @@ def test_as_prompts_tells_one_from_many() -> None:
     assert as_prompts(("a", "b")) == ["a", "b"]
 
 
+def test_an_engine_is_given_all_requests_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has several engines can share them out."""
+    llm, given = make(), []
+    add = llm.llm_engine.client.add_requests
+    monkeypatch.setattr(
+        llm.llm_engine.client, "add_requests", lambda requests: (given.append(len(requests)), add(requests))
+    )
+    assert len(generate(llm, [[1], [2], [3]], SamplingParams(n=2, max_tokens=2, seed=1))) == 3
+    assert given == [6]
+
+
 # LLMEngine.
 
 

@@ -75,8 +75,10 @@ from pelton_backends.triton.ops.linear import (
     fp8_one_row,
     gemv,
     hopper_matmul,
+    hopper_mid_batch,
     hopper_split_k,
     hopper_vocab,
+    hopper_wide_vocab,
     large_batch,
     small_batch,
     split_k,
@@ -87,6 +89,7 @@ from pelton_backends.triton.ops.lora import hopper_many
 from pelton_backends.triton.ops.lora import linear as lora
 from pelton_backends.triton.ops.lora import shrink as lora_shrink
 from pelton_backends.triton.ops.moe import experts as moe
+from pelton_backends.triton.ops.moe import streamed
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
 from pelton_backends.triton.ops.sampling import logprobs as sampling_logprobs
 from pelton_backends.triton.ops.sampling import sample as sampling
@@ -118,6 +121,7 @@ PRODUCTS: dict[str, tuple[Any, tuple[int, int, int], dict[str, Any]]] = {
     "gate and up": (gemv.GemvAddNormGatedLinear, (1, 1024, 6144), GATED),
     "down": (gemv.GemvLinear, (1, 3072, 1024), {"norm": False}),
     "O of 32 rows": (small_batch.SmallBatchLinear, (32, 2048, 1024), {"norm": False}),
+    "gate and up of 128 rows": (small_batch.SmallBatchAddNormGatedLinear, (128, 1024, 6144), GATED),
 }
 """Of a layer of Qwen3-0.6B: seam, (rows, in, out), what else the case has."""
 E4M3 = {
@@ -392,9 +396,10 @@ def speculate() -> None:
 
 
 def logits() -> None:
-    """Those of 128 rows, of which the best are wanted alone."""
+    """Those of 64 and of 128 rows, of which the best are wanted alone."""
     weight, best = torch.empty(VOCAB, 1024, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.int64)
-    hopper_vocab.VocabProduct(weight)(torch.empty(128, 1024, dtype=torch.bfloat16), best, is_written=False)
+    for rows in (64, 128):
+        hopper_vocab.VocabProduct(weight)(torch.empty(rows, 1024, dtype=torch.bfloat16), best, is_written=False)
 
 
 SAMPLING = {
@@ -462,6 +467,16 @@ def hopper_experts(dtype: str) -> None:
     moe.BoundMoe(needs, tensors)(x, slots)
 
 
+def streamed_experts(dtype: str) -> None:
+    """Experts in e4m3 of some tokens on a Hopper device."""
+    moe.is_hopper = moe.has_pdl = streamed.has_pdl = lambda device: True
+    routing, form = RoutingSpec(num_experts=64, top_k=4), {"weight_format": "e4m3", "sizes": (512, 512)}
+    needs, tensors, x, slots = moe_case(torch.device("cpu"), routing, 200, getattr(torch, dtype), **form)
+    op = moe.BoundMoe(needs, tensors)
+    for num_tokens in (64, 200):
+        op(x[:num_tokens], slots[:num_tokens])
+
+
 def code_of(cubin: bytes) -> bytes:
     """The instructions of its one kernel: of an ELF file the section that is named after it."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
@@ -508,7 +523,7 @@ def main(*arguments: str) -> None:
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = (
         fp8_one_row.has_pdl
     ) = lambda device: True
-    hopper_vocab.has_pdl = head.has_pdl = lambda device: True
+    hopper_vocab.has_pdl = hopper_wide_vocab.has_pdl = hopper_mid_batch.has_pdl = head.has_pdl = lambda device: True
     hopper_matmul.is_hopper = lambda device: True
     lora_hopper.num_sms = hopper_many.num_sms = large_batch.num_sms = lambda device: 132
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
@@ -556,6 +571,8 @@ def compile_kernels(
             SAMPLING[name]()
         elif name == "experts on Hopper":
             hopper_experts(dtype)
+        elif name == "experts that stream":
+            streamed_experts(dtype)
         elif name.startswith("products in "):
             products_in(dtype, name.removeprefix("products in "))
         elif name.startswith("experts in "):

@@ -68,6 +68,10 @@ class EngineClient(ABC):
         """Since the engine's process gave its last sign of life, which comes every second whatever it does; 0 in process."""
         return 0.0
 
+    def share_load(self, num_in_flight: int) -> int:
+        """Tell other front ends of the engine how many requests of this one it has; returns how many it has of theirs."""
+        return 0
+
     def kill(self, reason: str) -> None:  # noqa: B027
         """Kill an engine that hangs; `reason` becomes part of its error. Does nothing where another process owns the engine."""
 

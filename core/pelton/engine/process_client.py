@@ -28,7 +28,7 @@ from pelton.config import EngineConfig
 from pelton.engine import protocol
 from pelton.engine.channel import Channel
 from pelton.engine.client import EngineClient
-from pelton.errors import ConfigError, EngineDeadError, error_from_info
+from pelton.errors import ConfigError, EngineDeadError, RequestError, error_from_info
 from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo
 from pelton.messages.request import EngineRequest
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 POLL_S = 0.2  # how long a death may go unnoticed where the kernel has no pidfd
 LAST_LINES = 20
 HANG_DUMP_S = 60.0
+MESSAGE_REQUESTS = 256
 
 
 class ProcessClient(EngineClient):
@@ -100,7 +101,18 @@ class ProcessClient(EngineClient):
         self.add_requests([request])
 
     def add_requests(self, requests: Sequence[EngineRequest]) -> None:
-        self._connection.send(protocol.Add(list(requests)))
+        """In messages that are soon made and read: the engine begins meanwhile."""
+        for start in range(0, len(requests), MESSAGE_REQUESTS):
+            self._send(requests[start : start + MESSAGE_REQUESTS])
+
+    def _send(self, requests: Sequence[EngineRequest]) -> None:
+        try:
+            self._connection.send(protocol.Add(list(requests)))
+        except RequestError:  # too large, perhaps only together
+            if len(requests) == 1:
+                raise
+            for request in requests:
+                self._send([request])
 
     def finish_requests(self, request_ids: Sequence[str], reason: FinishReason = FinishReason.ABORT) -> None:
         if request_ids:

@@ -328,8 +328,7 @@ class LLM:
         with engine.turn:
             bar = ProgressBar(title, len(requests)) if use_tqdm and requests else None
             try:
-                for request in requests:
-                    engine.add_processed(request)
+                engine.add_processed(*requests)
                 while engine.has_unfinished_requests():
                     finished, stats = engine.step_with_stats()
                     for output in finished:

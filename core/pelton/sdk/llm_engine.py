@@ -112,13 +112,14 @@ class LLMEngine:
             process, given["kv_transfer_params"] = self.input_processor.process, kv_transfer_params
         self.add_processed(process(request_id, prompt, params, **given))
 
-    def add_processed(self, processed: ProcessedRequest) -> None:
-        self.output_processor.add(processed, arrival=time.monotonic())
+    def add_processed(self, *several: ProcessedRequest) -> None:
+        """Add requests that come at once."""
+        for processed in several:
+            self.output_processor.add(processed, arrival=time.monotonic())
         try:
-            for request in processed.requests:
-                self.client.add_request(request)
+            self.client.add_requests([request for processed in several for request in processed.requests])
         except BaseException:
-            self.abort_request([processed.request_id])
+            self.abort_request([processed.request_id for processed in several])
             raise
 
     def step(self) -> list[Any]:

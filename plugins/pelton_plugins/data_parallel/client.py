@@ -67,7 +67,13 @@ class _Engine:
         return not failing and self.client.silence_s < SILENT_S
 
     def load_now(self, reported: EngineLoad) -> EngineLoad:
-        return reported.with_sent(self.num_sent, self.num_in_flight)
+        num_of_others = self.client.share_load(self.num_in_flight)
+        return reported.with_sent(self.num_sent, self.num_in_flight + num_of_others)
+
+    def has(self, num_more: int) -> None:
+        """It has so many requests more, or fewer."""
+        self.num_in_flight += num_more
+        self.client.share_load(self.num_in_flight)
 
     def down_reason(self) -> str:
         down = self.supervisor.down if self.supervisor is not None else None
@@ -149,8 +155,8 @@ class SeveralEngines(EngineClient):
         while left:
             shares: dict[_Engine, list[EngineRequest]] = {}
             with self._lock:
-                for request in left:
-                    shares.setdefault(self._route(request), []).append(request)
+                for request, engine in zip(left, self._route(left), strict=True):
+                    shares.setdefault(engine, []).append(request)
             left = []
             for engine, share in shares.items():
                 try:
@@ -163,26 +169,39 @@ class SeveralEngines(EngineClient):
                             self._forget(request.request_id)
                     left += share
 
-    def _route(self, request: EngineRequest) -> _Engine:
+    def _route(self, requests: Sequence[EngineRequest]) -> list[_Engine]:
+        """Return the engine of each; the caller holds the lock."""
+        places: Sequence[int] | None = None
+        if len(requests) > 1:
+            places = self._router.route_batch(requests, self._loads_now(), self._ready(), self.info)
+        chosen = []
+        for index, request in enumerate(requests):
+            place = self._router.route(request, self._loads_now(), self._ready()) if places is None else places[index]
+            engine = self._engines[place]
+            self._engine_of[request.request_id] = engine
+            engine.has(1)
+            engine.num_sent += 1
+            chosen.append(engine)
+        return chosen
+
+    def _ready(self) -> list[int]:
+        """Return the places of the engines that take requests. Raises `EngineDeadError` where none does."""
         up = [engine for engine in self._engines if engine.is_up and not engine.is_leaving]
         if not up or self._is_closed:
             error = self.error or EngineDeadError("The number of engines is being changed.")
             dead = EngineDeadError(f"{error} New requests are refused until an engine is back.")
             dead.status = 503
             raise dead
-        ready = [engine.place for engine in up if engine.is_well] or [engine.place for engine in up]
-        loads = [engine.load_now(load) for engine, load in zip(self._engines, self._loads, strict=True)]
-        chosen = self._engines[self._router.route(request, loads, ready)]
-        self._engine_of[request.request_id] = chosen
-        chosen.num_in_flight += 1
-        chosen.num_sent += 1
-        return chosen
+        return [engine.place for engine in up if engine.is_well] or [engine.place for engine in up]
+
+    def _loads_now(self) -> list[EngineLoad]:
+        return [engine.load_now(load) for engine, load in zip(self._engines, self._loads, strict=True)]
 
     def _forget(self, request_id: str) -> None:
         """A request has ended; the caller holds the lock."""
         engine = self._engine_of.pop(request_id, None)
         if engine is not None:
-            engine.num_in_flight -= 1
+            engine.has(-1)
             engine.num_sent = min(engine.num_sent, engine.num_in_flight)  # it may end between two reports
             if engine.is_leaving and not engine.num_in_flight:
                 self._drained.notify_all()

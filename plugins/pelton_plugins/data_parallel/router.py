@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pelton.config import EngineConfig
+from pelton.messages.report import EngineInfo
 from pelton.messages.request import EngineRequest
+from pelton_plugins.data_parallel.shares import CPU_STEP_COST, STEP_COST, by_length, num_certain_tokens
 
 WAITING_WEIGHT = 4  # a request that waits costs its prompt yet
 
@@ -38,6 +40,12 @@ class RequestRouter(ABC):
     def route(self, request: EngineRequest, loads: Sequence[EngineLoad], ready: Sequence[int]) -> int:
         """Return one of `ready`: places in `loads` of the engines that take requests, in order; at least one."""
 
+    def route_batch(
+        self, requests: Sequence[EngineRequest], loads: Sequence[EngineLoad], ready: Sequence[int], info: EngineInfo
+    ) -> Sequence[int] | None:
+        """Return a place for each of several requests that come at once, or None to have each routed for itself. info: of an engine."""
+        return None
+
     def resize(self, num_engines: int) -> None:  # noqa: B027
         """There are so many engines from now on; those that stay keep their places."""
 
@@ -46,9 +54,26 @@ class RequestRouter(ABC):
 
 
 class LoadRouter(RequestRouter):
-    """The lowest score; among equals the first."""
+    """The lowest score; among equals the first. Requests that come at once to engines without work are shared out by their lengths, where
+    these are certain."""
 
-    def __init__(self, config: EngineConfig, num_engines: int) -> None: ...
+    def __init__(self, config: EngineConfig, num_engines: int) -> None:
+        self._steps_together = config.parallel.enable_expert_parallel
 
     def route(self, request: EngineRequest, loads: Sequence[EngineLoad], ready: Sequence[int]) -> int:
         return min(ready, key=lambda engine: loads[engine].score)
+
+    def route_batch(
+        self, requests: Sequence[EngineRequest], loads: Sequence[EngineLoad], ready: Sequence[int], info: EngineInfo
+    ) -> Sequence[int] | None:
+        if self._steps_together or any(loads[engine].score for engine in ready):
+            return None
+        sizes = []
+        for request in requests:
+            count = num_certain_tokens(request)
+            if count is None:
+                return None
+            sizes.append((max(len(request.prompt_token_ids), 1), count))
+        step_cost = CPU_STEP_COST if info.report.platform == "cpu" else STEP_COST
+        shares = by_length(sizes, len(ready), info.max_num_seqs, step_cost)
+        return None if shares is None else [ready[share] for share in shares]

@@ -195,6 +195,14 @@ def test_wide_rows_have_the_best_token_in_place_of_logits(num_rows, device):
     assert (found >= logits.amax(1) - 1e-4 * logits.abs().amax(1)).all()
 
 
+def test_rows_of_two_warp_groups_and_few_columns_take_the_kernel_that_was_measured_with_them():
+    from pelton_backends.triton.ops.linear.hopper_wide_vocab import takes_wide
+
+    weights = {size: torch.empty(8, size, device="meta") for size in (1024, 2048, 4096)}
+    assert [rows for rows in (1, 64, 65, 128, 129) if takes_wide(rows, weights[1024])] == [65, 128]
+    assert takes_wide(128, weights[2048]) and not takes_wide(128, weights[4096])
+
+
 def test_a_part_of_the_logits_has_no_best_tokens():
     from pelton_backends.triton.ops.sampling.best import best_of, leave_best
 

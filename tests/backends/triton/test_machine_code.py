@@ -30,7 +30,7 @@ IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (
     *WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sparse", "sampling with all", "speculation", "drafts",
-    "parts", "sums", "sent", "logits", "shares", "states", "delta_rule", "other_states",
+    "parts", "sums", "sent", "logits", "shares", "states", "delta_rule", "other_states", "gate and up of 128 rows",
 )  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, script_forks: None) -> list[d
     words = ["bfloat16", "bfloat16", *CHAIN, *OTHERS]
     for dtypes, names in OTHER_DTYPES.items():
         words += ["--", "--no-code", *dtypes, *names]
-    words += ["--", "bfloat16", "bfloat16", "experts on Hopper"]
+    words += ["--", "bfloat16", "bfloat16", "experts on Hopper", "experts that stream"]
     return once(tmp_path_factory, "sm90", lambda: run_program("pelton_sm90.py", *words))
 
 
@@ -195,11 +195,32 @@ def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers(bfloa
 
 
 def test_logits_fetch_before_they_wait_and_leave_only_the_best(bfloat16: Kernels) -> None:
-    (kernel,) = bfloat16("logits")
-    code = kernel["instructions"]
+    few, wide = bfloat16("logits")
+    assert (few["kernel"], wide["kernel"]) == ("vocab_kernel", "wide_vocab_kernel")
+    code = few["instructions"]
     early = set(code[: code.index("ACQBULK")])
     assert "UTMALDG" in early and not early & WRITES
     assert {"HGMMA", "REDG"} <= set(code) and "STG" not in code
+    check_warps_of_their_own(wide, 2)
+    assert "REDG" in wide["instructions"] and "STG" not in wide["instructions"]
+
+
+def check_warps_of_their_own(kernel: dict[str, Any], groups: int) -> None:
+    """Check a kernel whose warps that copy and that multiply have instructions of their own, one behind the other."""
+    code = kernel["instructions"]
+    assert kernel["stack"] == 0 and code.count("ACQBULK") == 1 + groups, "all of them wait"
+    assert "UTMALDG" in code[: code.index("PREEXIT")], (
+        "the first copies come before the next kernel may start, and that before the wait"
+    )
+    assert code.index("PREEXIT") < len(code) - code[::-1].index("ACQBULK")
+    assert not WRITES & set(code[: code.index("ACQBULK")])
+
+
+def test_gate_and_up_of_many_rows_fetch_before_they_wait(bfloat16: Kernels) -> None:
+    """The norm's kernel, and the product's."""
+    _, product = bfloat16("gate and up of 128 rows")
+    assert product["kernel"] == "mid_batch_kernel"
+    check_warps_of_their_own(product, 1)
 
 
 def test_rows_are_dealt_out_by_a_kernel_that_waits_too(bfloat16: Kernels) -> None:
@@ -272,3 +293,14 @@ def test_rows_of_sorted_experts_are_gathered_by_the_product(bfloat16: Kernels) -
     gathered, down = (kernel for kernel in bfloat16("experts on Hopper") if "HGMMA" in kernel["instructions"])
     assert "LDGSTS" in gathered["instructions"] and "LDGSTS" not in down["instructions"], "rows of x lie anywhere"
     assert gathered["stack"] == down["stack"] == 0
+
+
+def test_weights_of_experts_are_on_their_way_before_the_choice(bfloat16: Kernels) -> None:
+    """Both products with 16 and with 32 pairs of inputs that are two numbers in e4m3 each: weights in e4m3 are not converted."""
+    found = [kernel for kernel in bfloat16("experts that stream") if kernel["kernel"] == "streamed_kernel"]
+    assert len(found) == 4
+    for kernel in found:
+        code = kernel["instructions"]
+        before = code[: code.index("ACQBULK")]
+        assert "PREEXIT" in before and "UTMALDG" in before and not (WRITES | LOADS - {"UTMALDG"}) & set(before)
+        assert "QGMMA" in code and kernel["stack"] == 0

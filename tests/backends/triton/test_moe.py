@@ -12,7 +12,7 @@ from pelton.ops.interface import NormSpec
 from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, Moe, MoeNeeds, MoeTensors, RoutingSpec
 from pelton.ops.selector import reasons_against
 from pelton_backends.reference.composed_moe import ComposedAddNormMoe
-from pelton_backends.triton.ops.moe import hopper
+from pelton_backends.triton.ops.moe import hopper, streamed
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
 
@@ -206,3 +206,107 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
     assert tensors.load is not None
     tensors.load.zero_()
     check_whole_experts(Sorted, needs, tensors, x, slots, counts=(1, needs.routing.num_experts - 1))
+
+
+class Streamed(TritonMoe):
+    @staticmethod
+    def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
+        op = TritonMoe.bind(needs, tensors)
+        op._is_streamed = True  # type: ignore[attr-defined]
+        return op
+
+
+@pytest.mark.parametrize("num_tokens, is_streamed", [(40, True), (23, False)])
+def test_products_of_some_tokens_in_e4m3_stream(
+    num_tokens: int, is_streamed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch in place of the product, which is for Hopper alone; what no pair has is any number."""
+    calls: list[tuple[Any, str | None]] = []
+
+    def multiply(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        share: torch.Tensor,
+        out: torch.Tensor,
+        order: torch.Tensor,
+        counts: torch.Tensor,
+        top_k: int,
+        tiling: Any,
+        activation: str | None = None,
+    ) -> None:
+        calls.append((tiling, activation))
+        out.fill_(torch.nan)
+        for expert, count in enumerate(counts.tolist()):
+            pairs = order[expert, :count].long()
+            rows = x[pairs // top_k] @ (weight[expert].to(x.dtype) * weight_scale[expert]).T
+            if activation is None:
+                out[pairs] = rows * share.flatten()[pairs][:, None]
+            else:
+                gate, up = rows.chunk(2, dim=-1)
+                out[pairs] = torch.nn.functional.silu(gate) * up
+
+    monkeypatch.setattr(streamed, "experts_product", multiply)
+    monkeypatch.setattr(streamed, "choose_tilings", lambda *sizes: [(*sizes, "first"), (*sizes, "second")])
+    made = moe_case(device, ROUTINGS["groups"], num_tokens, sizes=(80, 48), weight_format="e4m3")
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts._STREAMED_PAIRS", 23 * 3 / 12 + 0.1)
+    check_moe(Streamed, *made, tolerance=1e-4)
+    sizes = 12, 80, 48, 32
+    assert calls == ([((*sizes, "first"), "silu"), ((*sizes, "second"), None)] if is_streamed else [])
+
+
+@pytest.mark.parametrize(
+    "form, is_streamed",
+    [({"weight_format": "e4m3"}, True), ({}, False), ({"weight_format": "e4m3", "group_size": 32}, False),
+     ({"weight_format": "e4m3", "has_bias": True}, False), ({"weight_format": "mxfp4"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_which_experts_stream(form: dict[str, Any], is_streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.is_hopper", lambda device: True)
+    routing = RoutingSpec(num_experts=6, top_k=2)
+    for dtype, expected in ((torch.bfloat16, is_streamed), (torch.float32, False)):
+        needs, tensors, *_ = moe_case(torch.device("cpu"), routing, 2, dtype, sizes=(96, 160), **form)
+        assert TritonMoe.bind(needs, tensors)._is_streamed == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("sizes", [(128, 2048, 768), (64, 2048, 768), (60, 2048, 1536), (64, 512, 512)], ids=str)
+def test_programs_that_stream_have_equal_parts_and_room(sizes: tuple[int, int, int]) -> None:
+    experts, hidden, width = sizes
+    for pairs in (16, 32):
+        tilings = streamed.choose_tilings(experts, hidden, width, pairs)
+        assert tilings is not None
+        for tiling, out_features, in_features in zip(tilings, (2 * width, hidden), (hidden, width), strict=True):
+            assert tiling.programs * tiling.own * tiling.rows == experts * out_features
+            assert streamed.MIN_PROGRAMS <= tiling.programs <= streamed.PROGRAMS
+            assert tiling.stages * tiling.lines * 128 <= in_features * tiling.own
+            held = in_features * 2 * pairs
+            assert held + tiling.stages * tiling.lines * 128 * tiling.rows < 227 * 1024
+
+
+def test_the_sizes_that_were_measured_have_the_buffers_that_were_compared() -> None:
+    found = [streamed.choose_tilings(128, 2048, 768, pairs) for pairs in (16, 32)]
+    assert [[(one.rows, one.lines, one.stages) for one in pair] for pair in found if pair is not None] == [
+        [(64, 2, 10), (64, 2, 12)], [(64, 2, 5), (64, 2, 10)],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sizes, why", [((128, 2048, 1408, 16), "not whole lines"), ((8, 4096, 14336, 32), "rows that no program has room for"),
+                   ((6, 256, 128, 16), "too few programs"), ((83, 2048, 768, 16), "no equal parts"),
+                   ((128, 2048, 768, 64), "more pairs of an expert than were tried")],
+)  # fmt: skip
+def test_other_sizes_are_not_streamed(sizes: tuple[int, int, int, int], why: str) -> None:
+    assert streamed.choose_tilings(*sizes) is None, why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [40, 128, 200])
+def test_streamed_experts_stay_near(num_tokens: int, device: torch.device) -> None:
+    """Choices that are even, and the same for all tokens: most pairs are in tiles beyond an expert's first, and most experts have none."""
+    routing = RoutingSpec(num_experts=64, top_k=4)
+    needs, tensors, x, slots = moe_case(
+        device, routing, num_tokens, torch.bfloat16, sizes=(2048, 256), weight_format="e4m3"
+    )
+    check_moe(TritonMoe, needs, tensors, x, slots, tolerance=0.06)
+    tensors.router.zero_()
+    check_moe(TritonMoe, needs, tensors, x, slots, tolerance=0.06)

@@ -132,6 +132,11 @@ def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
                 # `_product` has a counter for each.
                 assert programs * groups <= -(-out // split_k.SMALLEST_TILE) * (MAX_TOKENS // 16)
     assert len(chosen) >= 4
+    groups = {
+        (rows, out): choose_mid_batch_tiling(rows, out, 1024, True) for rows in (64, 65, 128) for out in (6144, 6400)
+    }
+    assert {place for place, tiling in groups.items() if tiling} == {(65, 6144), (128, 6144)}, "runs of 96 rows alone"
+    assert choose_mid_batch_tiling(128, 6144, 4096, True) is None, "a large matrix"
 
 
 def test_tilings_cover_the_product_and_fit_the_device():
@@ -201,6 +206,8 @@ def test_every_hopper_tiling_gives_the_product(dtype, tiling, device):
 
 
 MID_BATCH_TILINGS = [  # run, rows, groups, split, stages
+    (96, 96, 1, 1, 9, 128),
+    (64, 64, 1, 2, 3, 96),
     (64, 64, 2, 1, 8),
     (48, 48, 2, 2, 4),
     (224, 224, 2, 1, 4),

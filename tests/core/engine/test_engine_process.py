@@ -263,6 +263,19 @@ def test_an_oversized_message_is_refused_on_both_sides(start: Start, monkeypatch
     assert len(collect(client)[0]) == 8
 
 
+def test_requests_that_are_too_large_for_one_message_go_in_several(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start()
+    monkeypatch.setattr(protocol.limits, "MAX_IPC_MESSAGE_BYTES", 300)
+    monkeypatch.setattr("pelton.engine.process_client.MESSAGE_REQUESTS", 3)
+    client.add_requests([request(str(number), max_tokens=1, prompt=(1,) * 40) for number in range(5)])
+    done: set[str] = set()
+    assert wait_until(lambda: done.update(one.request_id for one in client.get_outputs(0.2).outputs) or len(done) == 5)
+    with pytest.raises(RequestError, match="at most 300"):
+        client.add_requests([request("small"), request("large", prompt=(1,) * 2000)])
+
+
 def test_an_output_that_is_too_large_to_be_sent_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol.limits, "MAX_IPC_MESSAGE_BYTES", 2000)
     config = EngineConfig.from_flat(
@@ -423,7 +436,7 @@ def test_a_process_that_the_system_refuses_leaves_nothing(start: Start, monkeypa
     with pytest.raises(OSError, match="Cannot allocate") as caught:
         start()
     del caught
-    assert psutil.Process().num_fds() == num_files and not Path(made[0]).exists()
+    assert psutil.Process().num_fds() <= num_files and not Path(made[0]).exists()
 
 
 def test_restarts_leak_no_files_and_no_threads(start: Start) -> None:

@@ -524,6 +524,18 @@ def test_chain_times_every_seam(model, tmp_path, capfd):
     assert "tiny, 1 layers, context 20" in capfd.readouterr().out
 
 
+def test_chain_times_rows_with_drafts_beside_the_same_without(model, tmp_path, capfd):
+    out = tmp_path / "chain.json"
+    argv = ["--batch-sizes", "2", "--num-drafts", "3", "--context-len", "20", "--replays", "1", "--no-compare"]
+    assert main(["bench", "chain", "--models", model, *argv, "--bandwidth-gb-s", "10", "--output-json", str(out)]) == 0
+    rows = [row for row in read(out)["models"]["tiny"]["rows"] if row["part"] in ("attention", "the whole step")]
+    assert [(row["batch"], row["query_len"], row["part"]) for row in rows] == [
+        (2, query_len, part) for query_len in (1, 4) for part in ("attention", "the whole step")
+    ]
+    assert {row["bytes"] for row in rows if row["part"] == "attention"} == {2 * 20 * 2 * 8 * 4}, "keys are read once"
+    assert "2 x 4" in capfd.readouterr().out
+
+
 def test_chain_times_experts(tmp_path):
     path, out = make_tiny_checkpoint(tmp_path / "experts", "mixtral", with_tokenizer=False), tmp_path / "chain.json"
     argv = ["--batch-sizes", "3", "--context-len", "4", "--replays", "1", "--no-compare", "--bandwidth-gb-s", "10"]

@@ -7,6 +7,7 @@ import functools
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from pelton.cli.main import main
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.plugins import load_plugins
+from pelton_plugins.bench.host import paced_executor
+from pelton_plugins.bench.simulator import fleet
 from pelton_plugins.bench.simulator.command import to_plain
 from pelton_plugins.bench.simulator.engine import Figures, engine_maker
 from pelton_plugins.bench.simulator.fleet import Clock, SimulatedServer
@@ -23,6 +26,7 @@ from pelton_plugins.bench.simulator.plot import main as draw
 from pelton_plugins.bench.simulator.step_times import fit, least_squares
 from pelton_plugins.bench.steps import COLUMNS, KIND
 from pelton_plugins.bench.trace import TraceRequest, read_trace
+from pelton_plugins.data_parallel.router import EngineLoad, LoadRouter
 
 FACTS = {
     "model": "m", "vocab_size": 1000, "max_model_len": 4096, "max_num_seqs": 16, "max_num_batched_tokens": 512,
@@ -69,11 +73,11 @@ def write_steps(path, **facts) -> str:
     return str(path)
 
 
-def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=None, **flat):
+def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=None, num_fronts=1, clock=None, **flat):
     config = EngineConfig.from_flat(
         **{"max_num_seqs": 16, "max_num_batched_tokens": 512, "data_parallel_size": size, **flat}
     )
-    clock, figures, plugins, paths = Clock(), Figures(), load_plugins(), paths or Paths()
+    clock, figures, plugins, paths = clock or Clock(), Figures(), load_plugins(), paths or Paths()
     make = engine_maker(config, FACTS, plugins, times or copy.deepcopy(fitted()), clock, paths)
 
     def make_one(told):
@@ -82,8 +86,26 @@ def simulate(requests, *, size=1, times=None, skips=True, overhead_s=0.0, paths=
             engine._skipper = None
         return engine
 
-    SimulatedServer(config, plugins, make_one, figures, clock, paths).run(requests, FACTS["vocab_size"], overhead_s)
+    server = SimulatedServer(config, plugins, make_one, figures, clock, paths, num_fronts)
+    server.run(requests, FACTS["vocab_size"], overhead_s)
     return figures
+
+
+def test_a_paced_step_takes_its_time_from_its_launch_on_or_from_the_step_before(monkeypatch):
+    """A rest before it makes it no shorter: the simulator is held against engines over this executor."""
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(paced_executor, "time", clock)
+    config = EngineConfig.from_flat(plugin_config={"paced_executor": {"step_s": 0.01}})
+    executor = paced_executor.PacedExecutor(SimpleNamespace(config=config))
+    handles = [executor.execute(SimpleNamespace(step_id=step, samples=[True])) for step in range(2)]
+    for due in (100.01, 100.02):
+        assert not handles[0].ready()
+        handles.pop(0).result()
+        assert now[0] == pytest.approx(due)
+    now[0] = 100.025
+    executor.execute(SimpleNamespace(step_id=2, samples=[True])).result()
+    assert now[0] == pytest.approx(100.035)
 
 
 def test_least_squares_finds_the_weights_and_none_below_0():
@@ -107,6 +129,17 @@ def test_fitted_times_are_those_of_the_device_and_scatter_as_it_does():
         assert mean == pytest.approx(seconds(*described), rel=0.03)
     drawn = [times.draw(1.0, 3, is_decode=True)[0] for _ in range(3000)]
     assert sum(drawn) / len(drawn) == pytest.approx(1, abs=0.02) and max(drawn) > 1.15 and min(drawn) < 0.85
+
+
+def test_steps_that_something_else_held_up_are_left_out():
+    """A size that is met for the first time is captured, or compiled for: every 50th step with prompts takes five times as long here."""
+    plain, steps = fit(recorded(), 600), recorded()
+    for row in [row for row in steps if row[2]][::50]:
+        row[5] *= 5
+    held = fit(steps, 600)
+    described = [4, 1000, 1, 300, 90_000]
+    assert held.mixed(*described) == pytest.approx(plain.mixed(*described), rel=0.02)
+    assert max(held.draw(1.0, 304, is_decode=False)[0] for _ in range(2000)) < 1.2
 
 
 def test_a_step_after_a_rest_takes_longer_by_as_much_as_measured():
@@ -148,7 +181,7 @@ def server_at_work(path, *, to_engine=0.003, back=0.002, num=60):
 
 def test_ways_between_client_and_engine_are_found(tmp_path):
     steps, prompts, record = server_at_work(tmp_path / "serve.json")
-    found = calibrate({"steps": steps, "prompts": prompts}, [record], random.Random(0))
+    found = calibrate([{"steps": steps, "prompts": prompts}], [record], random.Random(0))
     drawn = [found.paths.to_engine(3) for _ in range(50)]
     assert sum(drawn) / 50 == pytest.approx(0.003, abs=0.0005)
     assert found.paths.first_token(3) == pytest.approx(0.003, abs=1e-6)
@@ -159,11 +192,24 @@ def test_ways_between_client_and_engine_are_found(tmp_path):
     assert figures.ttft.histogram().percentile(50) == pytest.approx(first + 0.006, rel=0.05)
 
 
+def test_steps_of_several_engines_are_laid_beside_one_run(tmp_path):
+    """Most requests are those of one engine; the other's count too, where its steps are given."""
+    steps, prompts, record = server_at_work(tmp_path / "serve.json")
+    one, other = ({"steps": steps, "prompts": share} for share in (prompts[:50], prompts[50:]))
+    both = calibrate([one, other], [record], random.Random(0), 2)
+    alone = calibrate([one], [record], random.Random(0), 2)
+    assert len(both.used) == 2 * len(alone.used) and len(both.outs) == 2 * len(steps)
+    assert len(both.paths.first) == 60 and len(alone.paths.first) == 50
+    assert np.nanmedian(both.outs) == pytest.approx(0.002, abs=1e-6)
+    with pytest.raises(ConfigError, match="whose requests are not among those"):
+        calibrate([other], [record], random.Random(0), 2)
+
+
 def test_a_run_at_another_server_is_refused(tmp_path):
     steps, prompts, _ = server_at_work(tmp_path / "serve.json")
     record = serve_record(tmp_path / "other.json", [(500.0, 40, [500.1, 500.2])])
     with pytest.raises(ConfigError, match=r"other\.json, whose requests are not among those"):
-        calibrate({"steps": steps, "prompts": prompts}, [record], random.Random(0))
+        calibrate([{"steps": steps, "prompts": prompts}], [record], random.Random(0))
 
 
 def test_a_picture_of_several_loads(tmp_path, capsys):
@@ -235,6 +281,32 @@ def test_engines_share_the_requests(routing):
     )
     assert two.counts["completed"] == 32
     assert two.last_s < 0.65 * one.last_s  # 16 at once and 16 behind them, or all at once
+
+
+def test_an_api_process_knows_how_many_requests_engines_have_and_is_told_what_these_do():
+    front = fleet._Front(0, LoadRouter(EngineConfig(), 2), EngineLoad, 2)
+    engines = [SimpleNamespace(num_in_flight=3, num_of_front={}), SimpleNamespace(num_in_flight=5, num_of_front={0: 2})]
+    assert front.route(None, engines) == 0  # as far as it knows all wait
+    front.tell(0, (2, 1))
+    front.tell(1, (0, 5))
+    assert [front.route(None, engines) for _ in range(2)] == [1, 0]  # 9 and 5, then 9 and 9
+    engines[1].num_in_flight, engines[1].num_of_front = 0, {}  # those of all processes have ended
+    assert front.route(None, engines) == 1
+
+
+@pytest.mark.parametrize("num_fronts", [1, 2])
+def test_several_api_processes_are_told_now_and_then(monkeypatch, num_fronts):
+    told, tell, clock = [], fleet._Front.tell, Clock()
+
+    def note(front, place, load):
+        told.append(clock.now)
+        tell(front, place, load)
+
+    monkeypatch.setattr(fleet._Front, "tell", note)
+    simulate(busy_trace(20), size=2, num_fronts=num_fronts, clock=clock)
+    times = np.unique(told)
+    _, counts = np.unique(times // fleet.LOADS_INTERVAL_S, return_counts=True)
+    assert len(times) > 10 and (counts.max() > 4 if num_fronts == 1 else counts.max() == 1)
 
 
 def test_the_command_compares_with_what_was_measured(tmp_path, capsys):

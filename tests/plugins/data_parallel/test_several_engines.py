@@ -15,10 +15,12 @@ from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
 from pelton.messages.request import EngineRequest
 from pelton.metrics.stats import SchedulerStats
 from pelton.plugins import load_plugins
-from pelton.sampling_params import SamplingParams
+from pelton.sampling_params import RequestOutputKind, SamplingParams
 from pelton.testing.engine_client import EngineClientConformance, ScriptedEngine
 from pelton_plugins.data_parallel.client import SeveralEngines
 from pelton_plugins.executors.in_process import place_on_host
+
+FINAL = RequestOutputKind.FINAL_ONLY
 
 
 class TestByLoad(EngineClientConformance):
@@ -70,6 +72,34 @@ def test_requests_are_dealt_out_stick_and_are_aborted_where_they_are():
     assert all(engine.is_closed for engine in engines)
 
 
+async def test_a_batch_of_certain_lengths_goes_to_engines_without_work_by_length():
+    client, engines = make(2)
+
+    def batch(name: str) -> list[EngineRequest]:
+        found = [request(f"{name}{number}") for number in range(60)]
+        for number, one in enumerate(found):
+            length = 8 if number % 2 else 80
+            one.sampling_params = SamplingParams(max_tokens=length, ignore_eos=True, output_kind=FINAL)
+        return found
+
+    def num_tokens(names: list[str]) -> int:
+        return sum(8 if int(name[1:]) % 2 else 80 for name in names)
+
+    client.add_requests(batch("a"))
+    for engine in engines:
+        assert 1200 < num_tokens(engine.requests) < 1440  # in turn they were 2,400 and 240
+        assert engine.requests == sorted(engine.requests, key=lambda name: int(name[1:]))
+    client.add_requests(batch("b"))  # while these run: by load
+    assert [len(engine.requests) for engine in engines] == [60, 60]
+    for engine in engines:
+        engine.say(*map(done, engine.requests), stats=SchedulerStats())
+        engine.requests.clear()
+    await take(client, 2)
+    client.add_requests(batch("c"))
+    assert 1200 < num_tokens(engines[1].requests) < 1440
+    client.shutdown()
+
+
 async def test_reports_replace_what_was_counted_between_them():
     client, engines = make(2)
     client.add_requests([request("a"), request("b"), request("c")])  # a, c | b
@@ -92,6 +122,25 @@ async def test_reports_replace_what_was_counted_between_them():
     await take(client)
     client.add_request(request("f"))  # 2 + 3 x 4 against 2
     assert engines[1].requests[-1] == "f"
+    client.shutdown()
+
+
+async def test_requests_of_other_front_ends_count_as_soon_as_they_are_sent():
+    """They are told by other means than the engine's reports, which come later."""
+    client, engines = make(2)
+    told: list[list[int]] = [[], []]
+    of_others = [3, 0]
+    for place, engine in enumerate(engines):
+        engine.share_load = lambda count, place=place: (told[place].append(count), of_others[place])[1]  # type: ignore[method-assign]
+    client.add_requests([request("a"), request("b"), request("c"), request("d"), request("e")])
+    assert (engines[0].requests, engines[1].requests) == (["d"], ["a", "b", "c", "e"])  # 12 and 0, 4, 8, 12, 16
+    assert (told[0][-1], told[1][-1]) == (1, 4)
+    engines[1].say(done("a"))
+    await take(client)
+    assert told[1][-1] == 3
+    of_others[0] = 0
+    client.add_request(request("f"))
+    assert engines[0].requests == ["d", "f"]
     client.shutdown()
 
 

@@ -214,10 +214,15 @@ def test_a_response_is_found_whichever_process_keeps_it(server):
     def call(method: str, path: str, body: object = None) -> httpx.Response:
         return httpx.request(method, f"{server.url}/v1/responses{path}", json=body, timeout=60)
 
+    def keepers() -> set[str]:
+        return {one["id"].split("-")[0] for one in made}
+
+    made: list[dict] = []
     with server.hurried():
-        made = [call("POST", "", {"input": f"say {n}", "max_output_tokens": 2}).json() for n in range(8)]
-    keepers = {one["id"].split("-")[0] for one in made}
-    assert keepers == {"resp_0", "resp_1"}
+        while len(made) < 8 or (len(made) < 64 and len(keepers()) < 2):
+            made.append(call("POST", "", {"input": f"say {len(made)}", "max_output_tokens": 2}).json())
+    assert keepers() == {"resp_0", "resp_1"}
+    made = [next(one for one in made if one["id"].startswith(keeper)) for keeper in sorted(keepers())] + made[:6]
     for one in made:
         assert {call("GET", f"/{one['id']}").json()["output"][0]["id"] for _ in range(6)} == {one["output"][0]["id"]}
     for one in made:

@@ -30,7 +30,7 @@ class _Due(StepHandle):
 
 
 class PacedExecutor(NullExecutor):
-    """Every row that samples gets the same token, `step_s` after the step before."""
+    """Every row that samples gets the same token, `step_s` after its launch, or after the step before."""
 
     def __init__(self, context: ExecutorContext) -> None:
         super().__init__(context)
@@ -39,7 +39,7 @@ class PacedExecutor(NullExecutor):
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
         done = super().execute(output)
-        self._last_due = max(self._last_due, time.monotonic() - self._step_s) + self._step_s
+        self._last_due = max(self._last_due, time.monotonic()) + self._step_s
         return _Due(done.result(), self._last_due)
 
     def report(self) -> DeviceReport:

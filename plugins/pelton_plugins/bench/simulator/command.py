@@ -48,8 +48,8 @@ times `pelton bench steps` has measured. Settings of engines (-dp, --max-num-seq
 class SimulateArguments(msgspec.Struct, frozen=True, kw_only=True):
     """The requests, and how many servers there are."""
 
-    step_times: str | None = None
-    """What `pelton bench steps --output-json` wrote on the device."""
+    step_times: list[str] = msgspec.field(default_factory=list)
+    """What `pelton bench steps --output-json` wrote on the device; or steps of a server, a file for each of its engines."""
     trace: str | None = None
     """Requests as Mooncake's JSON lines; lengths and arrivals are drawn as a chat service's when unset."""
     rate_scale: float = 1.0
@@ -68,6 +68,8 @@ class SimulateArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of each answer; log-normal lengths when unset."""
     num_servers: int = 1
     """Servers with -dp engines each. Requests are dealt out to them in turn, or arrive at each at random without a trace."""
+    api_server_count: int | None = None
+    """API processes of each server, as `pelton serve` has them: as many as engines when unset."""
     overhead_ms: float = 0.0
     """Time between a client's sending and the engine's receipt of a request, and for a token on its way back, together."""
     num_processes: int | None = None
@@ -83,7 +85,16 @@ class SimulateArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write a picture of the comparison here (PNG); needs matplotlib. `python -m pelton_plugins.bench.simulator.plot` draws several."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, num_prompts=1, input_len=1, output_len=1, num_servers=1, num_processes=1, overhead_ms=0)
+        check_at_least(
+            self,
+            num_prompts=1,
+            input_len=1,
+            output_len=1,
+            num_servers=1,
+            num_processes=1,
+            api_server_count=1,
+            overhead_ms=0,
+        )
         for name in ("rate_scale", "request_rate", "burstiness", "duration_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -130,10 +141,10 @@ class Job:
     def __init__(self, argv: list[str]) -> None:
         parsed = parse_flags(argv, [SimulateArguments], positional=None, program="pelton simulate", doc=DOC)
         self.arguments: SimulateArguments = parsed.structs["SimulateArguments"]
-        if self.arguments.step_times is None:
+        if not self.arguments.step_times:
             raise ConfigError("step_times is not given; use a file that `pelton bench steps --output-json` wrote.")
-        recorded = read_steps(self.arguments.step_times)
-        self.facts, self.device = recorded["engine"], recorded["device"]
+        recorded = [read_steps(path) for path in self.arguments.step_times]
+        self.facts, self.device = recorded[0]["engine"], recorded[0]["device"]
         self.config = _resolved(parsed.config, self.facts)
         self.max_model_len = parsed.config.model.max_model_len or self.facts["max_model_len"]
         self._plugins = load_plugins()
@@ -145,19 +156,23 @@ class Job:
             calibration = calibrate(
                 recorded, self.arguments.calibrate, self._rng, self.config.parallel.data_parallel_size
             )
-        self._paths = calibration.paths if calibration is not None else Paths()
-        self._times = fit(recorded["steps"], most + (self.config.scheduler.max_num_seqs or 1), self._rng, calibration)
+        self._paths = calibration.paths if calibration is not None else Paths(rng=self._rng)
+        steps = [step for one in recorded for step in one["steps"]]
+        self._times = fit(steps, most + (self.config.scheduler.max_num_seqs or 1), self._rng, calibration)
 
     def simulate(self, servers: range) -> Figures:
         clock, figures = Clock(), Figures()
         make_engine = engine_maker(self.config, self.facts, self._plugins, self._times, clock, self._paths)
         overhead_s = self.arguments.overhead_ms / 1e3
+        num_fronts = self.arguments.api_server_count or self.config.parallel.data_parallel_size
         gc.disable()  # it would look through all requests again and again, and free none
         try:
             for place in servers:
                 self._rng.seed(f"{self._seed} {place}")
                 self._times.restart()
-                server = SimulatedServer(self.config, self._plugins, make_engine, figures, clock, self._paths)
+                server = SimulatedServer(
+                    self.config, self._plugins, make_engine, figures, clock, self._paths, num_fronts
+                )
                 server.run(self._requests(place), self.facts["vocab_size"], overhead_s)
                 del server
                 gc.collect()  # its engines, whose parts know each other

@@ -77,10 +77,11 @@ class Figures:
 class _Request:
     """Times of a request that is in flight."""
 
-    __slots__ = ("arrival", "first", "last", "num_tokens")
+    __slots__ = ("arrival", "first", "front", "last", "num_tokens")
 
-    def __init__(self, arrival: float) -> None:
+    def __init__(self, arrival: float, front: int) -> None:
         self.arrival, self.first, self.last, self.num_tokens = arrival, -1.0, -1.0, 0  # as its client sees them
+        self.front = front
 
 
 class _Run:
@@ -122,6 +123,7 @@ class SimulatedEngine:
         self._requests: dict[str, _Request] = {}
         self._num_fresh = 0  # of them, without a token so far
         self.num_waiting = self.num_running = 0  # as it last told
+        self.num_of_front: dict[int, int] = {}  # requests in flight that an API process has sent
 
     @property
     def num_in_flight(self) -> int:
@@ -134,12 +136,13 @@ class SimulatedEngine:
             return self._run.end(self._run.most)
         return self._open[0][1] if self._open else None
 
-    def add(self, request: EngineRequest, now: float, sent: float) -> None:
-        """A request arrives that a client has sent before. Raises what the scheduler raises."""
+    def add(self, request: EngineRequest, now: float, sent: float, front: int = 0) -> None:
+        """A request arrives that a client has sent before, through an API process. Raises what the scheduler raises."""
         if self._run is not None:
             self._leave_run(self._run.num_ended(now))
         self._scheduler.add_request(request)
-        self._requests[request.request_id] = _Request(sent)
+        self._requests[request.request_id] = _Request(sent, front)
+        self.num_of_front[front] = self.num_of_front.get(front, 0) + 1
         self._num_fresh += 1
         self._launch(now)
 
@@ -185,6 +188,7 @@ class SimulatedEngine:
             times.num_tokens += count
         if told.finish_reason is not None:
             del self._requests[told.request_id]
+            self.num_of_front[times.front] -= 1
             self._num_fresh -= times.first < 0
             if told.error is not None:
                 figures.counts["refused"] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pelton.config import EngineConfig
@@ -13,6 +13,9 @@ from pelton.plugins import Plugins
 from pelton_plugins.bench.simulator.engine import Figures, SimulatedEngine, engine_request
 from pelton_plugins.bench.simulator.paths import Paths
 from pelton_plugins.bench.trace import TraceRequest
+
+LOADS_INTERVAL_S = 0.02
+"""Between two reports of what engines have to do, from the owner of several API processes."""
 
 
 class Clock:
@@ -25,8 +28,30 @@ class Clock:
         return self.now
 
 
+class _Front:
+    """An API process with its router: loads of the engines as it was last told, what it has sent since, and how many requests each has."""
+
+    def __init__(self, number: int, router: Any, load_class: Any, size: int) -> None:
+        self.number, self._router = number, router
+        self._load_class = load_class
+        self._told = [(0, 0)] * size
+        self._num_sent = [0] * size
+
+    def tell(self, place: int, load: tuple[int, int]) -> None:
+        self._told[place], self._num_sent[place] = load, 0
+
+    def route(self, request: Any, engines: Sequence[SimulatedEngine]) -> int:
+        loads = []
+        for place, engine in enumerate(engines):
+            num_sent = min(self._num_sent[place], engine.num_of_front.get(self.number, 0))  # some may have ended since
+            loads.append(self._load_class(*self._told[place]).with_sent(num_sent, engine.num_in_flight))
+        chosen: int = self._router.route(request, loads, range(len(engines)))
+        self._num_sent[chosen] += 1
+        return chosen
+
+
 class SimulatedServer:
-    """Engines that share the requests of one trace."""
+    """Engines that share the requests of one trace, behind so many API processes."""
 
     def __init__(
         self,
@@ -36,18 +61,23 @@ class SimulatedServer:
         figures: Figures,
         clock: Clock,
         paths: Paths,
+        num_fronts: int = 1,
     ) -> None:
         size = config.parallel.data_parallel_size
         self._figures, self._clock, self._paths = figures, clock, paths
         self._engines = [make_engine(figures) for _ in range(size)]
-        self._num_sent = [0] * size  # to each engine since it told of itself
         self._events: list[tuple[float, int]] = []  # an engine's next event, or an older one of it
-        self._router: Any = None
+        self._fronts: list[_Front] = []
+        self._next_report_s = LOADS_INTERVAL_S
+        self._told = [(0, 0)] * size  # to all API processes, where there are several
         if size > 1:
             name = config.parallel.data_parallel_routing
             client = plugins.find("pelton_engine_clients", name, setting="data_parallel_routing").resolve()
             try:
-                self._router, self._load_class = client.router_class(config, size), client.load_class
+                self._fronts = [
+                    _Front(number, client.router_class(config, size), client.load_class, size)
+                    for number in range(num_fronts)
+                ]
             except AttributeError as error:
                 raise ConfigError(
                     f"data_parallel_routing is {name!r}, which has no router_class for the simulator."
@@ -75,24 +105,30 @@ class SimulatedServer:
 
     def _add(self, request: TraceRequest, number: int, now: float, vocab_size: int) -> None:
         made = engine_request(request, number, vocab_size)
-        place = 0 if self._router is None else self._route(made)
+        place = front = 0
+        if self._fronts:
+            front = self._paths.rng.randrange(len(self._fronts))  # the kernel's choice among the sockets of a port
+            place = self._fronts[front].route(made, self._engines)
         engine = self._engines[place]
         try:
-            engine.add(made, now, request.arrival_s)
+            engine.add(made, now, request.arrival_s, front)
         except RequestError:
             self._figures.counts["refused"] += 1
             return
         self._figures.counts["input_tokens"] += request.num_prompt_tokens
-        self._num_sent[place] += 1
         self._note(place)
 
-    def _route(self, request: Any) -> int:
-        loads = [
-            self._load_class(engine.num_waiting, engine.num_running).with_sent(sent, engine.num_in_flight)
-            for engine, sent in zip(self._engines, self._num_sent, strict=True)
-        ]
-        chosen: int = self._router.route(request, loads, range(len(loads)))
-        return chosen
+    def _tell_loads(self, now: float) -> None:
+        """Several API processes hear now and then of the engines whose load has changed; one hears of each step."""
+        if len(self._fronts) < 2 or now < self._next_report_s:
+            return
+        self._next_report_s = now - now % LOADS_INTERVAL_S + LOADS_INTERVAL_S
+        for place, engine in enumerate(self._engines):
+            load = engine.num_waiting, engine.num_running
+            if load != self._told[place]:
+                self._told[place] = load
+                for front in self._fronts:
+                    front.tell(place, load)
 
     def _note(self, place: int) -> None:
         due = self._engines[place].next_event
@@ -107,7 +143,11 @@ class SimulatedServer:
             engine = self._engines[place]
             if engine.next_event != due:
                 continue  # it was put off or came earlier, and has an event of its own
+            self._tell_loads(due)
             self._clock.now = due
             engine.advance()
-            self._num_sent[place] = 0
+            if len(self._fronts) == 1:
+                self._fronts[0].tell(place, (engine.num_waiting, engine.num_running))
             self._note(place)
+        if until is not None:
+            self._tell_loads(until)

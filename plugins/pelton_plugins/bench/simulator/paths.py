@@ -23,7 +23,6 @@ LEAST_SENT = 12
 LOADS = (0, 4, 16, 64)
 """Rows beyond which the way to the engine has a figure of its own."""
 GRID_S = np.arange(0, 0.03, 0.00005)
-MOST_CHUNKS = 8
 
 
 @dataclass(slots=True)
@@ -80,14 +79,36 @@ def read_record(path: str, setting: str) -> dict[str, Any]:
     return dict(found)
 
 
-def calibrate(recorded: dict[str, Any], files: Sequence[str], rng: random.Random, num_engines: int = 1) -> Calibration:
-    """Lay the steps of one of `num_engines` beside what clients saw.
+class _Engine:
+    """Steps of one engine: when each was launched and ended, and its rows."""
+
+    def __init__(self, recorded: dict[str, Any]) -> None:
+        table = np.asarray(recorded["steps"], dtype=np.float64)
+        self.launches, self.ends, self.rows = table[:, 6], table[:, 7], table[:, 0] + table[:, 2]
+        self.prompt_tokens = table[:, 3]
+        self.is_used = np.zeros(len(table), dtype=bool)
+        self.outs: list[list[float]] = [[] for _ in table]
+
+    def last_chunk(self, step: int, num_prompt_tokens: int, first_token: float) -> int:
+        """Return the step of a prompt's last chunk, whose first is in `step`: that gives the first token."""
+        num_left = num_prompt_tokens - self.prompt_tokens[step]
+        while num_left > 0 and step + 1 < len(self.ends) and self.ends[step + 1] <= first_token:
+            step += 1
+            num_left -= self.prompt_tokens[step]
+        return step
+
+
+def calibrate(
+    recorded: Sequence[dict[str, Any]], files: Sequence[str], rng: random.Random, num_engines: int = 1
+) -> Calibration:
+    """Lay the steps of some of `num_engines` beside what clients saw.
 
     files: of `bench serve`, from the server and the time of the recorded steps. Raises `ConfigError` where they are of others.
     """
-    table = np.asarray(recorded["steps"], dtype=np.float64)
-    launches, ends, rows = table[:, 6], table[:, 7], table[:, 0] + table[:, 2]
-    is_used, later = np.zeros(len(table), dtype=bool), [[] for _ in table]  # type: list[list[float]]
+    engines = [_Engine(one) for one in recorded]
+    prompts = sorted(
+        (launched, count, place) for place, one in enumerate(recorded) for launched, count in one["prompts"]
+    )
     sent: list[tuple[float, float, float, float]] = []  # a request's sending, its launch, the launch before, rows then
     idle, first = [], []
     for file in files:
@@ -96,49 +117,38 @@ def calibrate(recorded: dict[str, Any], files: Sequence[str], rng: random.Random
             raise ConfigError(
                 f"calibrate is {file}, in which no request has a time; use one of this version's `pelton bench serve`."
             )
-        prompts = [(launched, count) for launched, count in recorded["prompts"]]
         num_found = 0
         for one in sorted(requests, key=lambda request: float(request["sent_s"])):
-            begin = one["sent_s"]
-            found = next(
-                (p for p in prompts if p[1] == one["num_prompt_tokens"] and 0 < p[0] - begin < one["token_times_s"][0]),
-                None,
-            )
+            begin, times = one["sent_s"], one["sent_s"] + np.array(one["token_times_s"])
+            found = next((p for p in prompts if p[1] == one["num_prompt_tokens"] and begin < p[0] < times[0]), None)
             if found is None:
                 continue
             num_found += 1
             prompts.remove(found)
-            step = int(np.searchsorted(launches, found[0]))
+            engine = engines[found[2]]
+            step = int(np.searchsorted(engine.launches, found[0]))
             before = step - 1
-            if before < 0 or ends[before] < begin:
+            if before < 0 or engine.ends[before] < begin:
                 idle.append(found[0] - begin)
             else:
-                sent.append((begin, found[0], launches[before], rows[before]))
-            times = begin + np.array(one["token_times_s"])
-            for chunk in range(
-                MOST_CHUNKS
-            ):  # the prompt may have been computed in several steps: the first token is of the last
-                place = step + chunk
-                if place + 1 >= len(ends) or ends[place + 1] > times[0]:
-                    break
-                if table[place, 3] < one["num_prompt_tokens"] and chunk == 0:
-                    continue
-                break
-            count = min(len(times), len(ends) - place)
-            outs = times[:count] - ends[place : place + count]
+                sent.append((begin, found[0], engine.launches[before], engine.rows[before]))
+            place = engine.last_chunk(step, one["num_prompt_tokens"], times[0])
+            count = min(len(times), len(engine.ends) - place)
+            outs = times[:count] - engine.ends[place : place + count]
             if count < len(times) or (outs < 0).any() or (outs > 1).any():
                 continue  # preempted, or its steps were not those that follow each other
-            first.append((float(rows[place]), float(outs[0])))
+            first.append((float(engine.rows[place]), float(outs[0])))
             for index, out in enumerate(outs[1:], place + 1):
-                later[index].append(float(out))
-        if num_found < len(requests) / (2 * num_engines):
+                engine.outs[index].append(float(out))
+        if num_found < len(requests) * len(engines) / (2 * num_engines):
             raise ConfigError(f"calibrate is {file}, whose requests are not among those whose steps were recorded.")
         begins, over = (
             min(one["sent_s"] for one in requests),
             max(one["sent_s"] + one["token_times_s"][-1] for one in requests),
         )
-        is_used |= (launches > begins) & (ends < over)
-    outs_of = np.array([float(np.median(one)) if one else np.nan for one in later])
+        for engine in engines:
+            engine.is_used |= (engine.launches > begins) & (engine.ends < over)
+    outs_of = np.array([float(np.median(one)) if one else np.nan for engine in engines for one in engine.outs])
     if not first:
         raise ConfigError("calibrate has no request whose tokens are those of the recorded steps.")
     loaded = _loaded(sent)
@@ -149,7 +159,7 @@ def calibrate(recorded: dict[str, Any], files: Sequence[str], rng: random.Random
     at_rest = float(np.median(base))
     loaded = [(least, seconds - at_rest) for least, seconds in loaded]
     paths = Paths(base, loaded, sorted(first), rng)
-    return Calibration(paths, np.nonzero(is_used)[0], outs_of)
+    return Calibration(paths, np.nonzero(np.concatenate([engine.is_used for engine in engines]))[0], outs_of)
 
 
 def _loaded(sent: Sequence[tuple[float, float, float, float]]) -> list[tuple[int, float]]:

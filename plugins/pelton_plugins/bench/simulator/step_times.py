@@ -27,7 +27,7 @@ UP = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOST_SWEEPS = 3000
 LEAST_STEPS = 30
 NUM_ROUNDS = 4
-MOST_RATIO = 8
+MOST_RATIO = 3
 """A step that took so many times what it should was held up by something else, such as a compiler: it is left out."""
 SIZES = (1, 2, 3, 5, 9, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513, 769, 1025, 1537, 2049, 4097)
 """Tokens from which steps have a scatter of their own."""

@@ -28,6 +28,7 @@ from pelton_plugins.flags import parse_flags
 DOC = """Time the kernels of a decode step in captured chains, with and without dependent launch, against the bytes they read.
 
   pelton bench chain --models qwen3-0.6b --batch-sizes 1 32 128
+  pelton bench chain --models qwen3-0.6b --batch-sizes 32 --num-drafts 3
   pelton bench chain --models llama3.1-8b --batch-sizes 1 --output-json chain.json"""
 
 
@@ -40,6 +41,8 @@ class ChainArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the step, one token each."""
     context_len: int = 256
     """Tokens that each row attends to."""
+    num_drafts: int = 0
+    """Measure each size a second time with so many drafts a row, which the step looks up and verifies."""
     num_layers: int | None = None
     """Build this many layers only."""
     replays: int = 20
@@ -52,7 +55,7 @@ class ChainArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write the result here."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, batch_sizes=1, context_len=1, num_layers=1, replays=1)
+        check_at_least(self, batch_sizes=1, context_len=1, num_drafts=0, num_layers=1, replays=1)
         if self.replays > 50:
             raise ConfigError(f"replays is {self.replays}; use at most 50.")
         if not self.batch_sizes:
@@ -82,8 +85,11 @@ def _measure(path: Path, arguments: ChainArguments, settings: dict[str, Any]) ->
     job = {
         "settings": {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 8192, **settings, "model": str(path)},
         "batch_sizes": arguments.batch_sizes, "context_len": arguments.context_len, "replays": arguments.replays,
-        "bandwidth_gb_s": arguments.bandwidth_gb_s,
+        "num_drafts": arguments.num_drafts, "bandwidth_gb_s": arguments.bandwidth_gb_s,
     }  # fmt: skip
+    if arguments.num_drafts:
+        drafts = {"method": "ngram", "num_speculative_tokens": arguments.num_drafts, "drafts_on_device": True}
+        job["settings"]["speculative_config"] = drafts
     found = _in_process(job, dependent=True)
     if arguments.compare and found["is_captured"]:
         others = _in_process(job, dependent=False)["rows"]
@@ -106,10 +112,11 @@ def render(model: str, found: dict[str, Any]) -> str:
     """Microseconds of one layer for a layer's rows, of the whole for the others."""
     rows = []
     for row in found["rows"]:
+        size = row["batch"] if row["query_len"] == 1 else f"{row['batch']} x {row['query_len']}"
         floor_us = row["bytes"] / found["bandwidth_gb_s"] / 1e3
         rows.append(
             (
-                row["batch"], row["part"], number(row["us"]), number(row.get("without_us")), number(floor_us or None),
+                size, row["part"], number(row["us"]), number(row.get("without_us")), number(floor_us or None),
                 f"{floor_us / row['us']:.0%}" if floor_us and row["us"] else "-", row["op"],
             )
         )  # fmt: skip

@@ -32,8 +32,13 @@ from pelton.worker.select import worker_class
 
 COPY_BYTES = 2**30
 ROUNDS = 5
-ROOM_TOKENS = 64
-"""What the contexts may grow by between two resets: warm-up, capture and a round of replays."""
+ROOM_STEPS = 64
+"""Between two resets of the contexts: warm-up, capture and a round of replays."""
+
+
+def room_tokens(num_drafts: int) -> int:
+    """Return what a context may grow by between two resets."""
+    return ROOM_STEPS * (1 + num_drafts)
 
 
 class Timer:
@@ -101,33 +106,36 @@ def make_worker(settings: dict[str, Any], most_rows: int) -> Any:
     return worker
 
 
-def give_memory(worker: Any, most_rows: int, context_len: int) -> None:
+def give_memory(worker: Any, most_rows: int, context_len: int, num_drafts: int = 0) -> None:
     """A pool with blocks for `most_rows` contexts that share nothing, and room for the tokens that replays add."""
-    specs = worker.kv_cache_specs()
+    specs, most_tokens = worker.kv_cache_specs(), context_len + room_tokens(num_drafts)
     block_size = next(iter(specs.values())).block_size
-    num_blocks = 1 + most_rows * -(-(context_len + ROOM_TOKENS) // block_size)
-    worker.initialize_kv_cache(
-        plan_kv_cache(specs, 2**50, num_blocks_override=num_blocks, max_model_len=context_len + ROOM_TOKENS)
-    )
+    num_blocks = 1 + most_rows * -(-most_tokens // block_size)
+    worker.initialize_kv_cache(plan_kv_cache(specs, 2**50, num_blocks_override=num_blocks, max_model_len=most_tokens))
 
 
 class DecodeStep:
     """A decode step of `rows` requests with `context_len` tokens each, as the worker's graphs hold it."""
 
-    def __init__(self, worker: Any, rows: int, context_len: int) -> None:
+    def __init__(self, worker: Any, rows: int, context_len: int, num_drafts: int = 0) -> None:
+        """num_drafts: of each request, which the step looks up and verifies."""
         self.runner, self.rows, self.context_len = worker.runner, rows, context_len
-        state, device = self.runner.state, worker.device
+        self.drafts = self.runner.ops.drafts if num_drafts else None
+        state, device, query_len = self.runner.state, worker.device, 1 + num_drafts
+        self.num_tokens = rows * query_len
         self.slots = torch.arange(rows, device=device)
-        self.ones = torch.ones(rows, dtype=torch.int64, device=device)
-        self.result = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self.num_scheduled = torch.full((rows,), query_len, dtype=torch.int64, device=device)
+        self.num_draft = torch.full((rows,), num_drafts, dtype=torch.int64, device=device)
+        self.logit_tokens = torch.arange(self.num_tokens, device=device)
+        self.result = torch.zeros(rows, 3 + query_len if num_drafts else 2, dtype=torch.int32, device=device)
         for table, block_size in zip(state.block_tables, state.block_sizes, strict=True):
-            held = -(-(context_len + ROOM_TOKENS) // block_size)
+            held = -(-(context_len + room_tokens(num_drafts)) // block_size)
             table[:rows, :held] = 1 + torch.arange(rows * held, dtype=torch.int32, device=device).view(rows, held)
         state.token_ids[:rows, context_len - 1] = 10 + torch.arange(rows, dtype=torch.int32, device=device)
-        self.key = BatchDescriptor(num_tokens=rows, num_reqs=rows, uniform_query_len=1)
+        self.key = BatchDescriptor(num_tokens=self.num_tokens, num_reqs=rows, uniform_query_len=query_len)
         self.shape = StepShape(
-            num_reqs=rows, num_tokens=rows, num_decode_rows=rows, max_query_len=1, max_seq_len=state.max_model_len,
-            num_padded_reqs=rows, num_padded_tokens=rows,
+            num_reqs=rows, num_tokens=self.num_tokens, num_decode_rows=0 if num_drafts else rows, max_query_len=query_len,
+            max_seq_len=state.max_model_len, num_padded_reqs=rows, num_padded_tokens=self.num_tokens,
         )  # fmt: skip
         for backend in self.runner.backends:
             backend.reserve(self.key)
@@ -138,13 +146,15 @@ class DecodeStep:
         self.runner.state.num_computed_tokens[: self.rows] = self.context_len - 1
 
     def batch(self) -> ForwardBatch:
-        groups = self.runner.ops.prepare_inputs(self.slots, self.ones, self.shape)
+        if self.drafts is not None:
+            self.num_found = self.drafts.make(self.slots, self.num_draft)
+        groups = self.runner.ops.prepare_inputs(self.slots, self.num_scheduled, self.shape)
         backends, buffers = self.runner.backends, self.runner.buffers
         return ForwardBatch(
-            input_ids=buffers.input_ids[: self.rows],
-            positions=buffers.positions[: self.rows],
+            input_ids=buffers.input_ids[: self.num_tokens],
+            positions=buffers.positions[: self.num_tokens],
             attention=tuple(one.build(groups[one.group_id], self.key) for one in backends),
-            num_tokens=self.rows,
+            num_tokens=self.num_tokens,
             slot_mappings=tuple(common.slot_mapping for common in groups),
         )
 
@@ -153,25 +163,29 @@ class DecodeStep:
 
     def end(self, hidden: Any) -> Tensor:
         """As a greedy step has its logits: maybe unwritten, with each row's best token."""
-        token = only_best.set(getattr(self.runner.ops.sample(GREEDY), "takes_best", False))
+        ops = self.runner.ops if self.drafts is None else self.drafts
+        token = only_best.set(getattr(ops.sample(GREEDY), "takes_best", False))
         try:
-            return self.runner.model.compute_logits(hidden, self.slots)
+            return self.runner.model.compute_logits(hidden, self.logit_tokens)
         finally:
             only_best.reset(token)
 
     def sample(self, logits: Tensor) -> None:
-        self.runner.ops.sample(GREEDY)(logits, self.slots, self.result)
+        if self.drafts is None:
+            self.runner.ops.sample(GREEDY)(logits, self.slots, self.result)
+        else:
+            self.drafts.verify(GREEDY, logits, self.slots, self.num_found, self.result)
 
 
 def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, Any]]:
     """Return one row a part, then the layers in a row, then the whole step."""
     model: Any = worker.model
     batch = step.batch()
-    layers, rows, dtype = list(model.layers), batch.num_tokens, worker.build.dtype
+    layers, dtype = list(model.layers), worker.build.dtype
     hf, device = worker.build.hf, worker.device
 
     def random(width: int) -> Tensor:
-        return torch.randn(rows, width, dtype=torch.float32, device=device).to(dtype)
+        return torch.randn(step.num_tokens, width, dtype=torch.float32, device=device).to(dtype)
 
     first = layers[0]
     hidden, residual = random(hf.hidden_size), random(hf.hidden_size)
@@ -188,7 +202,7 @@ def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, 
 
     count, head_bytes = len(layers), hf.vocab_size * hf.hidden_size * dtype.itemsize
     read = {name: module_bytes(getattr(first, name)) for name in ("qkv_proj", "o_proj")}
-    read["attn"] = sum(map(token_bytes, worker.kv_cache_specs().values())) // count * step.context_len * rows
+    read["attn"] = sum(map(token_bytes, worker.kv_cache_specs().values())) // count * step.context_len * step.rows
     ops, layer_bytes = chosen_ops(worker), sum(read.values()) + sum(part[2] for part in mlp)
     timed: list[Part] = [
         ("qkv", _over(layers, lambda one: one.qkv_proj(hidden, residual)), read["qkv_proj"], count, "add_norm_linear"),
@@ -205,7 +219,14 @@ def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, 
     for part, call, num_bytes, parts, op in timed:
         spent_s = timer.seconds(call, step.start_again)
         found.append(
-            {"batch": rows, "part": part, "us": spent_s * 1e6 / parts, "bytes": num_bytes, "op": ops.get(op, "")}
+            {
+                "batch": step.rows,
+                "query_len": step.num_tokens // step.rows,
+                "part": part,
+                "us": spent_s * 1e6 / parts,
+                "bytes": num_bytes,
+                "op": ops.get(op, ""),
+            }
         )
     return found
 
@@ -275,11 +296,13 @@ def main() -> int:
     job = json.loads(sys.argv[1])
     context_len, sizes = job["context_len"], job["batch_sizes"]
     worker = make_worker(job["settings"], max(sizes))
-    give_memory(worker, max(sizes), context_len)
+    counts = sorted({0, job.get("num_drafts", 0)})
+    give_memory(worker, max(sizes), context_len, counts[-1])
     timer = Timer(worker, job["replays"])
     rows = []
     for size in sizes:
-        rows += measure_step(worker, timer, DecodeStep(worker, size, context_len))
+        for num_drafts in counts:
+            rows += measure_step(worker, timer, DecodeStep(worker, size, context_len, num_drafts))
     print(
         json.dumps(
             {

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -174,7 +175,7 @@ class ApiServer(Server):
             await self._is_up.wait()
             for engine, up in list(self._ups.items()):
                 try:
-                    self._clients[engine] = JoinedClient(up, self._loop)
+                    self._clients[engine] = self._join_one(engine, up)
                 except zmq.ZMQError:  # it died before we heard; the owner tells of the next
                     self._note_down(engine)
             if self._clients:
@@ -182,8 +183,16 @@ class ApiServer(Server):
         live = next(iter(self._clients))
         for engine in parallel.served_indexes if parallel.has_several_engines else ():
             if engine not in self._clients:
-                self._clients[engine] = JoinedClient(None, self._loop, self._clients[live].info)
+                self._clients[engine] = self._join_one(engine, None, self._clients[live].info)
         return self._ups[live].client_index
+
+    def _join_one(self, engine: int, up: control.EngineUp | None, info: EngineInfo | None = None) -> JoinedClient:
+        return JoinedClient(up, self._loop, info, partial(self._share_load, engine))
+
+    def _share_load(self, engine: int, num_in_flight: int) -> int:
+        """Let the routers of all API processes know what each engine has to do before the owner tells them."""
+        counts = self.state.load_counts
+        return 0 if counts is None else counts.share(self._index, engine, num_in_flight)
 
     def _note_down(self, engine: int) -> None:
         self._ups.pop(engine, None)
@@ -266,9 +275,9 @@ class ApiServer(Server):
 
     def _joined(self, engine: int, info: EngineInfo) -> JoinedClient:
         try:
-            return JoinedClient(self._ups.get(engine), self._loop, info)
+            return self._join_one(engine, self._ups.get(engine), info)
         except zmq.ZMQError:  # it died before we heard; the owner tells of the next
-            return JoinedClient(None, self._loop, info)
+            return self._join_one(engine, None, info)
 
     async def _ask_scale(self, num_engines: int, drain_timeout_s: float) -> None:
         """See `ServerState.ask_scale`."""

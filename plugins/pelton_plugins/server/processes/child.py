@@ -54,7 +54,7 @@ class Child:
             assert self._process is not None
             code = await self._process.wait()
             self._link = None
-            self._load.tell(self.index, 0)
+            self._load.clear(self.index)
             self.num_in_progress, self.num_sleeping, self.samples = 0, {}, {}
             if self._owner.is_stopping:
                 return

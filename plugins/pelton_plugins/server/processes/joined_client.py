@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -30,11 +30,14 @@ RESTART_TIMEOUT_S = 1800.0  # a large model takes long to load
 class JoinedClient(EngineClient):
     """`engine_up` and `engine_down` come from the owner's messages, on the event loop, where it is made too.
 
-    up: of the engine, or None while that is down; info: of another engine then.
+    up: of the engine, or None while that is down; info: of another engine then. share: see `share_load`.
     """
 
-    def __init__(self, up: EngineUp | None, loop: asyncio.AbstractEventLoop, info: EngineInfo | None = None) -> None:
-        self._loop = loop
+    def __init__(
+        self, up: EngineUp | None, loop: asyncio.AbstractEventLoop, info: EngineInfo | None = None,
+        share: Callable[[int], int] | None = None,
+    ) -> None:  # fmt: skip
+        self._loop, self._share = loop, share
         self._call_ids = itertools.count()
         self._is_up = threading.Event()
         self._is_closed = False
@@ -65,6 +68,9 @@ class JoinedClient(EngineClient):
         if self._channel is not None and self._channel.error is None:
             stats = SchedulerStats(num_waiting_reqs=num_waiting, num_running_reqs=num_running)
             self._channel.put(EngineOutputs(stats=stats))
+
+    def share_load(self, num_in_flight: int) -> int:
+        return 0 if self._share is None else self._share(num_in_flight)
 
     def engine_down(self, reason: str) -> None:
         self._is_up.clear()

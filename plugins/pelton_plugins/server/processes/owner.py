@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 ASK_TIMEOUT_S = 2.0  # for the figures of all processes
 SILENCE_S = 20.0  # an API process that tells nothing for so long is replaced
 WATCH_S = 1.0
-LOADS_INTERVAL_S = 0.05  # between two reports of what engines have to do
+LOADS_INTERVAL_S = 0.02  # between two reports of what engines have to do
 EXIT_GRACE_S = 7.0  # beyond the time that running requests get
 
 

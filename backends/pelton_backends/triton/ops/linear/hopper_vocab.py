@@ -1,7 +1,7 @@
 """Logits of some rows on Hopper, and each row's best token with them: greedy rows are not read from memory again.
 
 Programs stay: each takes pieces of the vocabulary one after the other, and the next one's weights are on their way while the best
-tokens of one are found.
+tokens of one are found. 65 rows and more of up to 2,048 columns have a kernel of their own (`hopper_wide_vocab.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pelton_backends.triton.launch import Launcher
 from pelton_backends.triton.ops.linear.hopper_mid_batch import rows_of
 from pelton_backends.triton.ops.linear.hopper_split_k import can_multiply, rows_in_memory
+from pelton_backends.triton.ops.linear.hopper_wide_vocab import WideVocabProduct, takes_wide
 from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
 
 if TYPE_CHECKING:
@@ -146,12 +147,14 @@ class VocabProduct:
 
     def __init__(self, weight: Tensor) -> None:
         """weight [N, K]"""
-        self._weight = weight
+        self._weight, self._wide = weight, WideVocabProduct(weight)
         self._described: dict[int, TensorDescriptor] = {}
 
     def __call__(self, x: Tensor, best: Tensor, *, is_written: bool, tiling: VocabTiling | None = None) -> Tensor:
         """best [T] int64, `best.NO_KEY` before. is_written: else the logits' memory stays as it is."""
         num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
+        if tiling is None and takes_wide(num_tokens, self._weight):
+            return self._wide(x, best, is_written=is_written)
         tiling = tiling or choose_vocab_tiling(num_tokens, is_written=is_written)
         logits = torch.empty(num_tokens, out_features, dtype=torch.float32, device=x.device)
         weight = self._described.get(tiling.piece)

@@ -2,9 +2,9 @@
 
 Few tokens are organised by output rows: each program reads rows of the experts that one token chose. Of more, the choice itself lists
 each expert's pairs, so that its weights are read once for all its tokens, in tiles of its pairs; of many tokens the rows are sorted by
-expert, and both matrices are one product each (`hopper`). Packed weights are decoded as they are read (`packed`), or, for a product over
-sorted rows, all at once into memory of that call. All sizes of memory and of grids follow from the number of tokens, so that a captured
-step serves whatever is chosen; a tile that no expert has ends at once.
+expert, and both matrices are one product each (`hopper`). Packed weights are decoded as they are read (`packed`), or multiplied as they
+are (`streamed`), or, for a product over sorted rows, decoded all at once into memory of that call. All sizes of memory and of grids
+follow from the number of tokens, so that a captured step serves whatever is chosen; a tile that no expert has ends at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.gemv import DTYPES, inner_contiguous
-from pelton_backends.triton.ops.moe import choose, hopper, kernels, packed
+from pelton_backends.triton.ops.moe import choose, hopper, kernels, packed, streamed
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, is_hopper
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
@@ -37,6 +37,7 @@ _MAX_EXPERTS = 1024
 _BLOCK = 32  # numbers of four bits whose bytes lie together
 _PLACED_PAIRS = 64  # of a program
 _DECODED_ROWS = 4  # of a program, where so many divide a matrix's
+_STREAMED_PAIRS = 2  # of an expert on average, from which on its weights stream: fewer were not measured
 _WIDE_SUMS = 256  # tokens up to which pairs' sums are float32 between the kernels
 
 _few_logits = Launcher(choose.few_logits_kernel)
@@ -153,6 +154,11 @@ class BoundMoe:
             and not experts.has_bias and experts.activation in ACTIVATIONS
             and experts.hidden_size % hopper.STEP == experts.intermediate_size % 8 == 0
             and (not self._is_plain or alignment(*tensors.experts.values()) == 0)
+        )  # fmt: skip
+        self._is_streamed = (
+            is_hopper(device) and needs.dtype in ("bfloat16", "float16") and not routing.scales_input
+            and not experts.has_bias and experts.activation in ACTIVATIONS and experts.weight_format == "e4m3"
+            and experts.group_size is None and alignment(*tensors.experts.values()) == 0
         )  # fmt: skip
 
     def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
@@ -276,13 +282,39 @@ class BoundMoe:
         return _FewTile(2, 2048, 4), _FewTile(2, 1024, 4)
 
     def _many(self, x: Tensor, experts: Tensor, shares: Tensor, order: Tensor) -> Tensor:
-        hidden, size, top_k = self._hidden, self._size, self._top_k
         num_tokens, num_pairs = x.shape[0], experts.numel()
         block_rows = self._tile_rows(num_tokens)
+        inner = torch.empty((num_pairs, self._size), dtype=x.dtype, device=x.device)
+        # Few sums stay as they are computed; of many, two bytes each are enough to write and to read.
+        dtype = torch.float32 if num_tokens <= _WIDE_SUMS else x.dtype
+        pairs = torch.empty((num_pairs, self._hidden), dtype=dtype, device=x.device)
+        tilings = self._streams(num_pairs, block_rows) if self._is_streamed and _is_copied_fast(x) else None
+        if tilings is None:
+            self._multiply(x, shares, order, inner, pairs, block_rows)
+        else:
+            activation = str(self._activation["ACTIVATION"])
+            weights, chosen = self._weights, (order, self._counts)
+            first = weights["gate_up"], weights["gate_up_scale"], shares
+            second = weights["down"], weights["down_scale"], shares
+            streamed.experts_product(x, *first, inner, *chosen, self._top_k, tilings[0], activation)
+            streamed.experts_product(inner, *second, pairs, *chosen, 1, tilings[1])
+        return self._combined(x, pairs, experts, counts=self._counts)
+
+    def _streams(self, num_pairs: int, block_rows: int) -> tuple[streamed.Tiling, streamed.Tiling] | None:
+        """Both products' work by programs that stream; of fewer pairs many experts' weights are not read at all."""
+        if num_pairs < _STREAMED_PAIRS * self._num_experts:
+            return None
+        return streamed.choose_tilings(self._num_held, self._hidden, self._size, block_rows)
+
+    def _multiply(
+        self, x: Tensor, shares: Tensor, order: Tensor, inner: Tensor, pairs: Tensor, block_rows: int
+    ) -> None:
+        """Both products in tiles of `block_rows` pairs of one expert: gate's and up's into inner, weighted ones into pairs."""
+        hidden, size, top_k = self._hidden, self._size, self._top_k
+        num_tokens, num_pairs = x.shape[0], inner.shape[0]
         num_tiles = self._num_held + num_pairs // block_rows  # each expert's first, and further ones
         pairs_of = order, self._counts, num_tokens
         sizes = {"E": self._num_held, "EB": triton.next_power_of_2(self._num_held), "H": hidden, "SIZE": size}
-        inner = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
         # A product of many tokens would decode each weight once a tile.
         is_decoded = not self._is_plain and num_tokens > BANDS[-1]
         is_plain = self._is_plain or is_decoded
@@ -297,19 +329,15 @@ class BoundMoe:
             (x, *self._read_matrix("gate_up", x, is_decoded=is_decoded), shares, inner, *pairs_of, x.stride(0)),
             gate, num_warps=tile.warps, num_stages=tile.stages, **self._options,
         )  # fmt: skip
-        # Few sums stay as they are computed; of many, two bytes each are enough to write and to read.
-        dtype = torch.float32 if num_tokens <= _WIDE_SUMS else x.dtype
-        pairs = torch.empty((num_pairs, hidden), dtype=dtype, device=x.device)
         down = {
             **sizes, "BM": block_rows, "BN": tile.down_columns, "BK": tile.inner, **packing,
             **self._common,
         }  # fmt: skip
         (_down if is_plain else _packed_down)(
-            self._key(x, dtype, *down.values()), (triton.cdiv(hidden, tile.down_columns), num_tiles),
+            self._key(x, pairs.dtype, *down.values()), (triton.cdiv(hidden, tile.down_columns), num_tiles),
             (inner, *self._read_matrix("down", x, is_decoded=is_decoded), shares, pairs, *pairs_of),
             down, num_warps=tile.warps, num_stages=tile.stages, **self._options,
         )  # fmt: skip
-        return self._combined(x, pairs, experts, counts=self._counts)
 
     def _combined(
         self, x: Tensor, pairs: Tensor, experts: Tensor, places: Tensor | None = None, shares: Tensor | None = None,
