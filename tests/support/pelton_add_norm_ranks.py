@@ -56,6 +56,8 @@ class Checks:
         for dtype in DTYPES:
             for shape in shapes or (SHAPES if self.device == "cpu" else GPU_SHAPES[dtype]):
                 reduce = self.bound(shape[1], dtype)
+                if is_sent:
+                    reduce.open_to_send()
                 yield from self.compare(reduce, shape, dtype, True, False, False)
                 yield from self.compare(reduce, shape, dtype, True, True, True)
                 yield from self.compare(reduce, shape, dtype, False, False, True)

@@ -8,6 +8,7 @@ anew for every operator (pelton_interpreter_ops.py).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 
 
+@functools.cache
 def mend() -> None:
-    """Once a process, after TRITON_INTERPRET is set and before a kernel runs."""
+    """After TRITON_INTERPRET is set and before a kernel runs; what is done is done once a process."""
     from pelton_interpreter_ops import intern_types, look_before, share_facts
 
     _let_scalars_bound_loops()

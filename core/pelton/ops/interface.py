@@ -161,7 +161,8 @@ class RowsToSend:
 class AllReduce(Protocol):
     """Sums a partial result over ranks; may reuse its memory. Optional: an attribute `add_norm(hidden, residual, norm, norm_spec,
     post_norm, post_spec)`, which is `AddNorm` with the sum in one launch, or returns None for a size that it does not serve. Optional
-    with that: `to_send(num_rows) -> RowsToSend | None`; rows that were sent so have an attribute `pelton_parts`, parts in a block."""
+    with that: `to_send(num_rows) -> RowsToSend | None`, behind `open_to_send()`, which all ranks call at the same place of a model; rows
+    that were sent so have an attribute `pelton_parts`, parts in a block."""
 
     def __call__(self, partial: Tensor) -> Tensor: ...
 

@@ -66,7 +66,6 @@ def open_rows(communicator: PeerCommunicator, width: int, dtype: torch.dtype) ->
             many = communicator.open_memory(f"many rows of {words}", norm_kernel.memory_words_of_many(programs, words))
             if many is not None:
                 opened[words].many = RowMemory(*many, programs, num_warps)
-                opened[words].sent = SentMemory.open(communicator, words)
     return opened[words]
 
 
@@ -131,6 +130,12 @@ class SumAddNorm:
 
     def __call__(self, partial: Tensor) -> Tensor:
         return self._reduce(partial)
+
+    def open_to_send(self) -> None:
+        """See `AllReduce`. Once for all layers."""
+        if self._memory.many is not None and self._memory.sent is None:
+            words = self._width * self._dtype.itemsize // 4
+            self._memory.sent = SentMemory.open(self._communicator, words)
 
     def to_send(self, num_rows: int) -> RowsToSend | None:
         """See `AllReduce`."""

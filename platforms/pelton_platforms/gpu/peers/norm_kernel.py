@@ -174,6 +174,16 @@ def sum_add_norm_kernel(
 
 
 @triton.jit
+def _sum_of_two(one, other, DTYPE: tl.constexpr):
+    """Words; either way round the same."""
+    low = _low(one, DTYPE) + _low(other, DTYPE)
+    high = low
+    if tl.float32 != DTYPE:
+        high = _high(one, DTYPE) + _high(other, DTYPE)
+    return _packed(low, high, DTYPE)
+
+
+@triton.jit
 def _wait_flag(flag, call, failed, limit):
     found = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     looks = 0
@@ -230,12 +240,8 @@ def sum_add_norm_many_kernel(
         later, place = row + AHEAD * step, program * PLACES + ((call + AHEAD) & (PLACES - 1))
         if later < num_rows:
             tl.store(theirs + place * BLOCK + lane, tl.load(given + later * ROW + lane, inside, 0), inside)
-        low = _low(words, DTYPE) + _low(came, DTYPE)  # of two, either way round
-        high = low
-        if tl.float32 != DTYPE:
-            high = _high(words, DTYPE) + _high(came, DTYPE)
         total_words, normed_words = _finish(
-            _packed(low, high, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
+            _sum_of_two(words, came, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
             POST_UNIT_OFFSET,
         )  # fmt: skip
         tl.store(total + at, total_words, inside)
@@ -274,12 +280,9 @@ def sum_sent_add_norm_kernel(
     words = tl.load(given + at, inside, 0)
     _wait_flag(counts + parity * COUNTS + row // 64, parts, failed, limit)
     theirs = tl.load(came + parity.to(tl.int64) * most_rows * ROW + at, inside, 0, volatile=True)
-    low = _low(words, DTYPE) + _low(theirs, DTYPE)  # of two, either way round
-    high = low
-    if tl.float32 != DTYPE:
-        high = _high(words, DTYPE) + _high(theirs, DTYPE)
     total_words, normed_words = _finish(
-        _packed(low, high, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET, POST_UNIT_OFFSET,
+        _sum_of_two(words, theirs, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
+        POST_UNIT_OFFSET,
     )  # fmt: skip
     tl.store(total + at, total_words, inside)
     tl.store(normed + at, normed_words, inside)

@@ -230,6 +230,8 @@ def product_of(weights: LinearWeights, activation: str | None = None, reduce: Al
 
     takes = is_for_tiles(weights, activation)
     to_send = getattr(reduce, "to_send", None)  # see `AllReduce`
+    if to_send is not None:
+        reduce.open_to_send()  # type: ignore[union-attr]
 
     def product(x: Tensor) -> Tensor:
         sent = None if to_send is None or x.shape[0] < MIN_ROWS else to_send(x.shape[0])
