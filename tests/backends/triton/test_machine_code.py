@@ -252,7 +252,7 @@ def test_sampling_waits_before_it_writes(bfloat16: Kernels) -> None:
 def test_greedy_rows_of_several_ranks_wait_before_they_write(bfloat16: Kernels) -> None:
     kernels = bfloat16("shares")
     assert [kernel["kernel"] for kernel in kernels] == [
-        "gather_kernel", "_add_norm_kernel", "greedy_kernel", "end_shares_kernel"
+        "gather_kernel", "_add_norm_kernel", "greedy_kernel", "end_best_kernel"
     ]  # fmt: skip
     for kernel in kernels:
         code = kernel["instructions"]

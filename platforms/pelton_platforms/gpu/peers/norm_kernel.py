@@ -106,7 +106,7 @@ def _finish(
     return _packed(low, high, DTYPE), _packed(normed_low, normed_high, DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def sum_add_norm_kernel(
     given, residual, total, normed, norm, post_norm, addresses, calls, failed, num_rows, limit, eps, post_eps,
     NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
@@ -194,7 +194,7 @@ def _wait_flag(flag, call, failed, limit):
         tl.store(failed, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def sum_add_norm_many_kernel(
     given, residual, total, normed, norm, post_norm, addresses, calls, failed, num_rows, limit, eps, post_eps,
     NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -252,7 +252,7 @@ def sum_add_norm_many_kernel(
     tl.store(calls + program, call)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def sum_sent_add_norm_kernel(
     given, residual, total, normed, norm, post_norm, came, counts, calls, failed, num_rows, limit, parts, eps, post_eps,
     most_rows, NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, DTYPE: tl.constexpr,

@@ -40,38 +40,8 @@ def token_of_best(found, V):
     return token, tl.where((top >= INF_KEY) | (top <= MINUS_INF_KEY), NOT_FINITE, OK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "width"])
 def end_best_kernel(
-    best,
-    slots,
-    result,
-    token_ids,
-    num_computed_tokens,
-    side_slots,
-    counts,
-    touched,
-    token_stride,
-    padding_slot,
-    V: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The end of `greedy_kernel`, a program a row."""
-    row = tl.program_id(0)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
-    slot = tl.load(slots + row)
-    if slot == padding_slot:
-        tl.store(result + 2 * row, 0)
-        tl.store(result + 2 * row + 1, 0)
-    else:
-        token, code = token_of_best(tl.load(best + row), V)
-        finish_row(
-            row, slot, token, code, result, token_ids, token_stride, num_computed_tokens, side_slots, counts, touched, V
-        )
-
-
-@triton.jit
-def end_shares_kernel(
     keys,
     slots,
     result,
@@ -89,7 +59,7 @@ def end_shares_kernel(
     NO_KEY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The end of greedy rows over ranks, a program a row. keys [SIZE, num_rows]: of each rank's `width` tokens, counted from its first."""
+    """The end of `greedy_kernel`, a program a row. keys [SIZE, num_rows]: of each rank's `width` tokens, counted from its first."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     let_next_start(PDL)

@@ -37,7 +37,7 @@ from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
 from pelton.sampling.side_tables import GROUP
 from pelton.worker.batch_state import BatchTensors
 from pelton_backends.triton.launch import launch
-from pelton_backends.triton.ops.sampling.best import NO_KEY, best_of, end_best_kernel, end_shares_kernel
+from pelton_backends.triton.ops.sampling.best import NO_KEY, best_of, end_best_kernel
 from pelton_backends.triton.ops.sampling.logprobs import MOST_LOGPROBS, RawStatistics, target_strides
 from pelton_backends.triton.ops.sampling.nucleus import CUTS, finish_kernel, gather_kernel, measure_kernel
 from pelton_backends.triton.ops.sampling.rows import greedy_kernel, pick_kernel, scan_kernel
@@ -97,19 +97,13 @@ class _Greedy:
         self._pdl = has_pdl(state.device)
 
     def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
-        state, num_rows = self._state, len(slots)
-        if not num_rows:
+        if not len(slots):
             return
         best = best_of(logits)
-        if best is not None:
-            launch(
-                end_best_kernel, (num_rows,),
-                best, slots, result, state.token_ids, state.num_computed_tokens, state.side_slots, state.side.counts,
-                state.side.touched, state.token_ids.stride(0), state.padding_slot, V=self._vocab_size, PDL=self._pdl, num_warps=1,
-                **launch_options(self._pdl),
-            )  # fmt: skip
-            return
-        self._read(logits, slots, result, None, self._vocab_size)
+        if best is None:
+            self._read(logits, slots, result, None, self._vocab_size)
+        else:
+            self.end_shares(best.unsqueeze(0), self._vocab_size, slots, result)
 
     def _read(self, logits: Tensor, slots: Tensor, result: Tensor | None, keys: Tensor | None, count: int) -> None:
         """Read the first `count` columns."""
@@ -135,7 +129,7 @@ class _Greedy:
         state, (size, num_rows) = self._state, keys.shape
         if num_rows:
             launch(
-                end_shares_kernel, (num_rows,),
+                end_best_kernel, (num_rows,),
                 keys, slots, result, state.token_ids, state.num_computed_tokens, state.side_slots, state.side.counts,
                 state.side.touched, num_rows, width, state.token_ids.stride(0), state.padding_slot, SIZE=size,
                 V=self._vocab_size, NO_KEY=NO_KEY, PDL=self._pdl, num_warps=1, **launch_options(self._pdl),
