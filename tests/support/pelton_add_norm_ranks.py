@@ -13,6 +13,7 @@ import torch
 
 from pelton.ops.interface import AddNormNeeds, AddNormTensors, AllReduceNeeds, AllReduceTensors, NormSpec, RowsToSend
 from pelton.parallel.communicator import CommunicatorContext, GroupContext
+from pelton.platform.compiling import compile_only
 from pelton_backends.reference.ops import ReferenceAddNorm
 from pelton_platforms.gpu.peers import add_norm, norm_kernel
 
@@ -109,6 +110,28 @@ class Checks:
             if reduce.add_norm(torch.zeros(rows, 1024, device=self.device), None, norm, spec, None, None) is not None:
                 yield f"{rows} rows of 4 KiB are served"
 
+    def compiled_alone(self) -> Iterator[str]:
+        """A rank that goes through steps for their kernels alone brings nothing and waits for nobody: the others may not do so."""
+        dtype, width = torch.float32, 64
+        reduce, spec = self.bound(width, dtype), NormSpec(size=width, eps=1e-5)
+        if self.group.rank == 0:
+            is_set = compile_only.set(True)
+            for rows in (1, MANY_SHAPES[1][0]):
+                found = reduce.add_norm(
+                    *torch.zeros(2, rows, width, device=self.device),
+                    torch.ones(width, device=self.device),
+                    spec,
+                    None,
+                    None,
+                )
+                if found is None or found[0].shape != (rows, width):
+                    yield f"{rows} rows: {found}"
+            self.group.all_gather(self.group.all_reduce(torch.zeros(rows, width, device=self.device)))
+            self.group.send(torch.zeros(3, device=self.device), 1)
+            compile_only.reset(is_set)
+        yield from self.compare(reduce, (3, width), dtype, True, False, False)
+        yield from self.compare(reduce, (MANY_SHAPES[1][0], width), dtype, True, False, False)
+
     def captured(self) -> Iterator[str]:
         """Layers one after another in a graph that is replayed: every call has its own number."""
         dtype, shape, layers = torch.bfloat16, (5, 1024), 7
@@ -162,6 +185,7 @@ def main() -> int:
     if size == 2:
         add_norm.MANY_FROM_BYTES = 0
         shapes = MANY_SHAPES if device == "cpu" else GPU_MANY_SHAPES
+        report["compiled alone"] = list(checks.compiled_alone())
         report["many rows"] = list(checks.run(shapes))
         report["sent rows"] = list(checks.run(((1, 64), (70, 320)), is_sent=True))
     else:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from pelton.errors import EngineError
 from pelton.parallel.communicator import Communicator, CommunicatorContext
+from pelton.platform.compiling import compile_only
 from pelton_platforms.device.meeting import meeting
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ class NcclCommunicator(Communicator):
             self._group = None
 
     def _run(self, what: str, begin: Any) -> None:
+        if compile_only.get():  # other ranks may have nothing to compile
+            return
         try:
             begin().wait()  # the current stream waits, not the host
         except RuntimeError as error:

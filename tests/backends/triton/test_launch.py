@@ -55,6 +55,21 @@ def test_the_second_call_with_a_key_goes_to_the_compiled_kernel():
     ]
 
 
+def test_a_known_kernel_is_not_launched_where_kernels_are_only_compiled():
+    from pelton.platform.compiling import compile_only
+    from pelton_backends.triton.launch import Launcher
+
+    kernel = FakeKernel()
+    launch = Launcher(kernel)
+    launch("key", (3,), (1.0,), {"B": 5, "A": 4})
+    is_set = compile_only.set(True)
+    try:
+        launch("key", (3,), (1.0,), {"B": 5, "A": 4})
+    finally:
+        compile_only.reset(is_set)
+    assert [call[0] for call in kernel.calls] == ["looked up"]
+
+
 def test_constants_come_last():
     from pelton_backends.triton.launch import Launcher
 

@@ -44,8 +44,8 @@ def check(reports: list[dict[str, list[str]]], kinds: set[str]) -> None:
         assert report == {kind: [] for kind in kinds}, f"rank {rank}"
 
 
-def test_two_ranks_sum_in_one_shot_and_many_rows_and_rows_that_were_sent(tmp_path: Path) -> None:
-    check(reports_of(tmp_path, 2, "cpu"), {"one shot", "sizes", "many rows", "sent rows"})
+def test_two_ranks_sum_few_rows_many_rows_and_rows_that_were_sent(tmp_path: Path) -> None:
+    check(reports_of(tmp_path, 2, "cpu"), {"one shot", "sizes", "compiled alone", "many rows", "sent rows"})
 
 
 def test_three_ranks_sum_in_one_shot_and_in_two(tmp_path: Path) -> None:
@@ -57,6 +57,6 @@ def test_three_ranks_sum_in_one_shot_and_in_two(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_of_one_gpu(tmp_path: Path, size: int) -> None:
     kinds = {"one shot", "sizes", "captured"} | (
-        {"two shots"} if size > 2 else {"many rows", "many rows captured", "sent rows"}
+        {"two shots"} if size > 2 else {"compiled alone", "many rows", "many rows captured", "sent rows"}
     )
     check(reports_of(tmp_path, size, "cuda:0"), kinds)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pelton import env
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors, NormSpec, RowsToSend
-from pelton.platform.compiling import compile_only
 from pelton_platforms.gpu.peers import norm_kernel
-from pelton_platforms.gpu.peers.communicator import DTYPES, PeerCommunicator
+from pelton_platforms.gpu.peers.communicator import DTYPES, PeerCommunicator, launch
 
 if TYPE_CHECKING:
     from pelton.parallel.communicator import Communicator
@@ -172,31 +171,24 @@ class SumAddNorm:
         grid = (min(num_rows, memory.num_programs),)
         if parts is not None and sent is not None:
             constants["num_warps"] = min(max(block // 512, 1), 16)
-            _run(
+            launch(
                 norm_kernel.sum_sent_add_norm_kernel, (num_rows,), *given, sent.came, sent.counts, sent.calls, communicator.failed,
                 num_rows, communicator.limit, parts, *numbers[2:], sent.most_rows, COUNTS=sent.blocks, **constants,
             )  # fmt: skip
         elif many is not None:
             if 2 * num_rows <= many.num_programs:  # 6 % faster on an H200
                 constants["num_warps"] = min(2 * many.num_warps, 16)
-            norm_kernel.sum_add_norm_many_kernel[grid](
-                *given, memory.addresses, memory.calls, communicator.failed, *numbers, PROGRAMS=memory.num_programs,
-                AHEAD=norm_kernel.AHEAD, RANK=communicator.rank, **_REGISTERS, **constants,
+            launch(
+                norm_kernel.sum_add_norm_many_kernel, grid, *given, memory.addresses, memory.calls, communicator.failed, *numbers,
+                PROGRAMS=memory.num_programs, AHEAD=norm_kernel.AHEAD, RANK=communicator.rank, **_REGISTERS, **constants,
             )  # fmt: skip
         else:
-            norm_kernel.sum_add_norm_kernel[grid](
-                *given, memory.addresses, memory.calls, communicator.failed, *numbers, SIZE=size, SLOTS=norm_kernel.SLOTS,
-                RANK=communicator.rank, TWO_SHOT=size > 2 and num_bytes >= TWO_SHOTS_FROM_BYTES, **constants,
+            launch(
+                norm_kernel.sum_add_norm_kernel, grid, *given, memory.addresses, memory.calls, communicator.failed, *numbers,
+                SIZE=size, SLOTS=norm_kernel.SLOTS, RANK=communicator.rank,
+                TWO_SHOT=size > 2 and num_bytes >= TWO_SHOTS_FROM_BYTES, **constants,
             )  # fmt: skip
         return rows, total
-
-
-def _run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Where kernels are only compiled, what would have been sent was not."""
-    if compile_only.get():
-        kernel.warmup(*args, grid=grid, **options)
-    else:
-        kernel[grid](*args, **options)
 
 
 def _as_words(tensor: Tensor | None) -> Tensor | None:

@@ -420,9 +420,9 @@ class MidBatchTiling(NamedTuple):
     registers: int = 0
 
 
-def even_run(num_rows: int, programs: int) -> int:
-    """The least multiple of 32 that cuts num_rows into no more runs than there are programs."""
-    return -(-num_rows // (32 * programs)) * 32
+def even_run(num_rows: int, programs: int, unit: int = 32) -> int:
+    """The least multiple of `unit` that cuts num_rows into no more runs than there are programs."""
+    return -(-num_rows // (unit * programs)) * unit
 
 
 @cache
@@ -441,8 +441,10 @@ def choose_mid_batch_tiling(
     if not 64 < num_tokens <= 256:
         return None
     is_small = out_features * in_features <= SMALL_MATRIX
-    if is_gated and num_tokens <= 128:
-        return _few_gated_tiling(out_features, in_features) if is_small else None
+    if num_tokens <= 128:
+        if is_gated:
+            return _few_gated_tiling(out_features, in_features, is_small)
+        return None if is_small else _few_tiling(out_features, in_features)
     if is_gated:
         if out_features % 16 or (not is_small and (num_tokens <= 184 or 192 < num_tokens <= 224)):
             return None
@@ -457,13 +459,24 @@ def choose_mid_batch_tiling(
     return _tiling(128, 128, 3, 4, in_features)
 
 
-def _few_gated_tiling(out_features: int, in_features: int) -> MidBatchTiling | None:
-    """For 65 to 128 rows, where the runs are of 96 rows."""
-    if out_features % 16 or even_run(out_features, PROGRAMS // 2) != 96:
+def _few_gated_tiling(out_features: int, in_features: int, is_small: bool) -> MidBatchTiling | None:
+    """For 65 to 128 rows: of a small matrix where runs are of 96 rows, of a large one where runs of at most 128 make a program each."""
+    if out_features % 16 or in_features % (PANEL_BYTES // 2):
         return None
-    if triton.cdiv(out_features, 96) * 2 < MIN_PROGRAMS or in_features % (PANEL_BYTES // 2):
+    if not is_small:
+        run = even_run(out_features, PROGRAMS, 16)
+        is_full = 112 <= run <= 128 and triton.cdiv(out_features, run) >= MIN_PROGRAMS
+        return _tiling(run, 128, 2, 1, in_features) if is_full else None
+    if even_run(out_features, PROGRAMS // 2) != 96 or triton.cdiv(out_features, 96) * 2 < MIN_PROGRAMS:
         return None
     return MidBatchTiling(96, 96, 1, 1, 9, 128)
+
+
+def _few_tiling(out_features: int, in_features: int) -> MidBatchTiling | None:
+    """For 65 to 128 rows, where tiles of 64 rows of the weight and 64 of x make a program each."""
+    if in_features != 7168 or not MIN_PROGRAMS <= triton.cdiv(out_features, 64) * 2 <= PROGRAMS:
+        return None
+    return MidBatchTiling(64, 64, 1, 1, 9, 128)
 
 
 @cache

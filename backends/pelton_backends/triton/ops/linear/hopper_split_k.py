@@ -237,7 +237,7 @@ def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int, e
     tokens = min(max(triton.next_power_of_2(num_tokens), 16), 128)
     rows = 128 if out_features > 264 * 64 else 64
     tiles = triton.cdiv(out_features, rows)
-    is_long = in_features >= 8192
+    is_long = in_features >= (7168 if element_size == 2 else 8192)
     least_tokens = 32 if in_features >= 4096 else 16
     while (
         not is_long
@@ -260,6 +260,8 @@ def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int, e
     is_wide = tokens <= 32 and in_features < 4096 and (tiles > 64 or programs * split > tiles)
     columns = (256 if is_wide else 128) * 2 // element_size
     stages = min(200_000 // ((rows + tokens) * columns * element_size), triton.cdiv(in_features, columns * split), 9)
+    if element_size == 2 and rows == 64 and in_features >= 4096 and tokens in (32, 64) and tiles > PROGRAMS:
+        stages = min(stages, 100_000 // ((rows + tokens) * 256))  # two programs a multiprocessor
     return HopperTiling(rows, columns, split, stages, tokens)
 
 
