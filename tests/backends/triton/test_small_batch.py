@@ -115,7 +115,11 @@ def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
             (4096, 4096),
             (4096, 14336),
             (4096, 14400),
+            (4096, 7168),
             (3584, 18944),
+            (14336, 4096),
+            (28672, 4096),
+            (31744, 4096),
         ):
             for is_gated in (False, True):
                 tiling = choose_mid_batch_tiling(num_tokens, out, size, is_gated)
@@ -125,7 +129,8 @@ def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
                 chosen.add(tiling)
                 run, rows, groups, split, stages, _ = tiling
                 assert size % (64 * split) == 0 and (split == 1 or run == rows)
-                assert rows <= run <= 2 * rows and rows <= 256 and groups * rows <= 512 and run % 32 == 0
+                assert rows <= run <= 2 * rows and rows <= 256 and groups * rows <= 512
+                assert run % (16 if is_gated else 32) == 0 and rows.bit_count() <= 3
                 assert stages >= 2 and (triton.next_power_of_2(rows) + 64 * groups) * 128 * stages <= 225_000
                 programs = -(-out // run) * -(-num_tokens // (64 * groups)) * split
                 assert 96 <= programs <= 132, (tiling, num_tokens, out, size)
@@ -161,6 +166,7 @@ def test_two_programs_with_gate_and_up_in_8_bits_fit_a_multiprocessor(num_tokens
 SHAPES = [  # hidden, QKV, O in, gate and up, down in
     pytest.param((1024, 4096, 2048, 6144, 3072), id="0.6B"),
     pytest.param((4096, 6144, 4096, 28672, 14336), id="8B"),
+    pytest.param((4096, 3072, 2048, 14336, 7168), id="8B, one of two ranks"),
     pytest.param((1152, 1792, 1000, 2 * 1001, 1001), id="odd"),
 ]
 
@@ -209,7 +215,9 @@ MID_BATCH_TILINGS = [  # run, rows, groups, split, stages
     (96, 96, 1, 1, 9, 128),
     (64, 64, 1, 2, 3, 96),
     (64, 64, 2, 1, 8),
+    (64, 64, 2, 2, 9, 72),
     (48, 48, 2, 2, 4),
+    (112, 112, 2, 1, 6),
     (224, 224, 2, 1, 4),
     (192, 192, 2, 4, 4),
     (224, 128, 4, 1, 4),
