@@ -111,6 +111,9 @@ class ExecutorEntry(Entry):
     """It spreads one model over several ranks. Where no executor is named, sizes of parallel groups above 1 choose among those."""
     imports: tuple[str, ...] = ()
     """Modules that take long to import and that it needs in any case. An engine's process imports them while its model is found."""
+    ahead: str = ""
+    """"module:attribute" of what takes (config, plugins) and starts what the executor needs in any case, while the model is found. It
+    returns at once what the executor gets as `ExecutorContext.ahead`; its `close` ends what no executor has taken. Empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,21 @@ _BY_KIND: dict[str, type[PeltonError]] = {
 }  # fmt: skip
 
 
+def error_info(error: BaseException) -> ErrorInfo:
+    """An error as data, its root cause last."""
+    info = error.to_info() if isinstance(error, PeltonError) else None
+    kind = info.kind if info is not None else EngineError.__name__
+    message = str(error) if info is not None else f"{type(error).__name__}: {error}"
+    root = error
+    while (cause := root.__cause__ or (None if root.__suppress_context__ else root.__context__)) is not None:
+        root = cause
+    if root is not error and str(root) not in message:
+        message += f" Root cause: {type(root).__name__}: {root}"
+    return ErrorInfo(
+        kind=kind, message=message, param=info.param if info else None, status=info.status if info else 500
+    )
+
+
 def error_from_info(info: ErrorInfo) -> PeltonError:
     """Make the error again on this side of a process border; an unknown kind becomes `EngineError`."""
     error = _BY_KIND.get(info.kind, EngineError)(info.message)

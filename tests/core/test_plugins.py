@@ -16,6 +16,7 @@ from pelton.config import EngineConfig
 from pelton.engine.core import make_executor
 from pelton.entries import Entry, ModelEntry, PlatformEntry
 from pelton.errors import ConfigError, PluginError
+from pelton.executor.select import start_ahead
 from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.plugins import load_plugins
 from pelton.testing.fake_model import fake_resolved_model
@@ -79,6 +80,11 @@ class Mine:
 @hookimpl
 def pelton_executors():
     return [ENTRY(name="mine", load=__name__ + ":Mine", priority=99 OPTIONS)]
+"""
+AHEAD = """
+class Started:
+    def __init__(self, config, plugins):
+        self.model = config.model.model
 """
 
 
@@ -467,6 +473,14 @@ def test_one_that_says_so_is_taken_for_its_sizes_alone(install, ranks, runs_seve
     install("mine", body)
     with pytest.raises(ConfigError, match=f"^mine for {ranks}$"):
         make_one(tensor_parallel_size=ranks)
+
+
+def test_what_an_executor_starts_ahead_is_started_for_its_sizes(install):
+    options = ', runs_several=True, ahead=__name__ + ":Started"'
+    install("mine", EXECUTORS.replace("ENTRY", "ExecutorEntry").replace("OPTIONS", options) + AHEAD)
+    plugins = load_plugins()
+    assert start_ahead(EngineConfig.from_flat(tensor_parallel_size=2, model="m"), plugins).model == "m"
+    assert start_ahead(EngineConfig(), plugins) is None  # one rank: the executor is another
 
 
 def test_executors_are_found_by_what_other_engines_call_them():

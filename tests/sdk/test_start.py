@@ -36,3 +36,9 @@ def test_a_start_imports_few_modules(modules):
     own = [name for name in modules if name.partition(".")[0].startswith("pelton")]
     assert len(own) <= 365, sorted(own)
     assert len(modules) <= 1_560
+
+
+def test_ranks_wait_for_no_numpy():
+    """They are started by `LLM(...)`, so when its module is imported: numpy would be half of that."""
+    code = "import sys, pelton; pelton.LLM; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from pelton.config import EngineConfig
-from pelton.engine.protocol import error_info
 from pelton.entries import Entry
 from pelton.errors import (
     ConfigError,
@@ -27,6 +26,7 @@ from pelton.errors import (
     NotSupportedError,
     PeltonError,
     RequestError,
+    error_info,
 )
 from pelton.executor.interface import Executor, ExecutorContext, StepHandle
 from pelton.executor.select import find_executor
@@ -61,12 +61,12 @@ IDLE_POLL_S = 0.001  # while requests wait for something that no step brings (a 
 class EngineCore:
     """One engine. Construct (long: loads the model), then `add_request` and `step` in turns, then `shutdown`.
 
-    executor: for tests; otherwise the one that the settings name is built.
+    executor: for tests; otherwise the one that the settings name is built, of what was started `ahead`.
     """
 
     def __init__(
-        self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, executor: Executor | None = None
-    ) -> None:
+        self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, *, executor: Executor | None = None, ahead: Any = None,
+    ) -> None:  # fmt: skip
         config = without_chunks(config, model)
         budget_is_open = config.scheduler.max_num_batched_tokens is None and config.scheduler.enable_chunked_prefill
         self.config = config = resolve_sizes(config, model, plugins)
@@ -74,7 +74,7 @@ class EngineCore:
         self.plugins = plugins
         self.error: Exception | None = None
         self._metrics = PluginMetrics()
-        self._executor = executor or make_executor(config, model, plugins, self._metrics)
+        self._executor = executor or make_executor(config, model, plugins, self._metrics, ahead)
         self._is_shut_down = False
         self._context_tokens = 0
         self._grammars: GrammarManager | None = None
@@ -491,7 +491,9 @@ def with_step_budget(config: EngineConfig, fit: StepFit | None) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
-def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, metrics: PluginMetrics) -> Executor:
+def make_executor(
+    config: EngineConfig, model: ResolvedModel, plugins: Plugins, metrics: PluginMetrics, ahead: Any = None
+) -> Executor:
     """Make the executor that the settings name, or the best there is."""
     entry = find_executor(config.parallel, plugins)
     with plugins.blaming("when the executor starts"):
@@ -500,7 +502,7 @@ def make_executor(config: EngineConfig, model: ResolvedModel, plugins: Plugins, 
                 "%s takes three arguments, which ends with the next minor version; take an ExecutorContext.", entry
             )
             return make(entry, Executor, config, model, plugins)  # type: ignore[type-abstract]
-        context = ExecutorContext(config=config, model=model, plugins=plugins, metrics=metrics)
+        context = ExecutorContext(config=config, model=model, plugins=plugins, metrics=metrics, ahead=ahead)
         return make(entry, Executor, context)  # type: ignore[type-abstract]
 
 

@@ -27,11 +27,11 @@ class InProcessClient(EngineClient):
     """One thread at a time, or asyncio: once `get_outputs_async` was used the core runs on a thread of its own, and what
     the event loop adds or ends waits in a list until the step is over."""
 
-    def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> None:
+    def __init__(self, config: EngineConfig, model: ResolvedModel, plugins: Plugins, ahead: Any = None) -> None:
         with garbage.paused():
             from pelton.engine.core import EngineCore
 
-            self._bind(EngineCore(config, model, plugins))
+            self._bind(EngineCore(config, model, plugins, ahead=ahead))
 
     @classmethod
     def over(cls, core: EngineCore) -> InProcessClient:

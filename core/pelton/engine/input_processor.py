@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 
 import msgspec
-import numpy as np
 
 from pelton import limits
 from pelton.config import EngineConfig
@@ -395,6 +394,8 @@ def read_prompt_embeds(given: Any, hidden_size: int) -> TensorData:
     if given.dtype not in _FLOATS or len(shape) != 2 or not shape[0] or shape[1] != hidden_size:
         found = f"{given.dtype} {list(given.shape)}"
         raise _wrong("prompt_embeds", found, f"[tokens, {hidden_size}] of {', '.join(_FLOATS)}")
+    import numpy as np  # whoever gives none does without
+
     numbers: Any = np.frombuffer(given.data, _FLOATS[given.dtype])
     if given.dtype == "bfloat16":
         numbers = (numbers.astype("<u4") << 16).view("<f4")

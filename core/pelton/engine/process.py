@@ -21,19 +21,18 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from pelton import limits
 from pelton.engine import protocol
-from pelton.errors import ConfigError, PeltonError, PluginError, RequestError
+from pelton.errors import ConfigError, PeltonError, PluginError, RequestError, error_info
 from pelton.logging import get_logger, setup
 from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
 from pelton.messages.request import EngineRequest
-from pelton.utils.cache_folder import remove_private_folders
-from pelton.utils.own_process import read_arguments
+from pelton.utils.own_process import end_process, read_arguments
 
 if TYPE_CHECKING:
     from pelton.engine.core import EngineCore
@@ -129,16 +128,14 @@ class EngineProcess:
         for name in self.imports:
             with contextlib.suppress(ImportError):  # who needs it finds that out, and says so
                 importlib.import_module(name)
-        start = self._inbox.get()
-        if isinstance(start, protocol.Shutdown):
-            return
-        assert isinstance(start, protocol.Start), start
         try:
-            core = start_core(start)
+            core = self._start_core()
         except Exception as error:
             if not isinstance(error, PeltonError):
                 logger.exception("The engine did not start")
-            self._wire.send(protocol.Failed(protocol.error_info(error)))
+            self._wire.send(protocol.Failed(error_info(error)))
+            return
+        if core is None:
             return
         self._wire.send(protocol.Ready(core.info))
         gc.enable()
@@ -146,10 +143,22 @@ class EngineProcess:
             self._loop(core)
         except Exception as error:
             logger.exception("The engine's step loop failed")
-            self._wire.send(protocol.Failed(protocol.error_info(error)))
+            self._wire.send(protocol.Failed(error_info(error)))
             raise
         finally:
             core.shutdown()
+
+    def _start_core(self) -> EngineCore | None:
+        """Start it when told to. None: told to end instead."""
+        message, ahead = self._inbox.get(), None
+        if isinstance(message, protocol.Prepare):
+            from pelton.executor.select import start_ahead
+            from pelton.plugins import load_plugins
+
+            ahead = start_ahead(message.config, load_plugins(only=message.plugin_names))
+            message = self._inbox.get()
+        with contextlib.nullcontext() if ahead is None else contextlib.closing(ahead):
+            return start_core(message, ahead) if isinstance(message, protocol.Start) else None
 
     def _loop(self, core: EngineCore) -> None:
         inbox = self._inbox
@@ -293,7 +302,7 @@ class EngineProcess:
                     self._wire.send_all(protocol.Heartbeat(0.0 if since is None else now - since))
 
 
-def start_core(start: protocol.Start) -> EngineCore:
+def start_core(start: protocol.Start, ahead: Any = None) -> EngineCore:
     """Check that both sides are the same Pelton with the same plugins, then start the core."""
     if start.protocol != protocol.PROTOCOL:
         raise ConfigError(
@@ -311,7 +320,7 @@ def start_core(start: protocol.Start) -> EngineCore:
         )
     from pelton.engine.core import EngineCore
 
-    return EngineCore(start.config, start.model, plugins)
+    return EngineCore(start.config, start.model, plugins, ahead=ahead)
 
 
 def call(core: EngineCore, message: protocol.Call) -> protocol.CallResult:
@@ -320,7 +329,7 @@ def call(core: EngineCore, message: protocol.Call) -> protocol.CallResult:
         protocol.encode(answer)  # utility calls are rare: find out here whether the result can be sent
         return answer
     except Exception as error:
-        return protocol.CallResult(message.call_id, error=protocol.error_info(error))
+        return protocol.CallResult(message.call_id, error=error_info(error))
 
 
 def is_parent_gone(parent_pid: int, wait_s: float) -> bool:
@@ -357,12 +366,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stderr.flush()
     time.sleep(0.02)  # lets the I/O thread write what was sent
     end_process(status)
-
-
-def end_process(status: int) -> NoReturn:
-    """Leave at once: interpreter teardown with torch loaded takes long and frees nothing that the kernel does not."""
-    remove_private_folders()
-    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -158,11 +158,15 @@ class ProcessClient(EngineClient):
 
 
 class EngineConnection(Channel):
-    """One engine process from its start to its end. imports: modules that it imports while it is not told what to serve."""
+    """One engine process from its start to its end. imports: modules that it imports while it is not told what to serve; prepare: what
+    it is told by then."""
 
     program: ClassVar[str] = "pelton.engine.process"
 
-    def __init__(self, hang_dump_s: float = HANG_DUMP_S, imports: Sequence[str] = ()) -> None:
+    def __init__(
+        self, hang_dump_s: float = HANG_DUMP_S, imports: Sequence[str] = (), prepare: protocol.Prepare | None = None
+    ) -> None:
+        self._prepare = prepare
         self._start: Future[protocol.Start] = Future()
         self._ready: Future[EngineInfo] = Future()
         self._failure: str | None = None
@@ -262,6 +266,8 @@ class EngineConnection(Channel):
                 )
             )
             return
+        if self._prepare is not None:
+            self.send(self._prepare)
         self._start.add_done_callback(lambda start: self.send(start.result()))
 
     def _describe_end(self) -> str:

@@ -1,6 +1,6 @@
 """Messages between the front end and the engine process: msgpack of tagged structs, never pickle.
 
-Order of a start: the engine sends `Hello`; the front end checks the protocol and answers `Start`; the
+Order of a start: the engine sends `Hello`; the front end checks the protocol and answers `Start`, perhaps `Prepare` before it; the
 engine checks the plugin digest, starts (its log on stderr shows the phases), and sends `Ready` or `Failed`. After
 that the front end sends requests and calls, the engine `Outputs` and `CallResult`s, in any order.
 """
@@ -17,7 +17,7 @@ import msgspec
 
 from pelton import limits
 from pelton.config import EngineConfig
-from pelton.errors import EngineError, ErrorInfo, PeltonError, RequestError
+from pelton.errors import EngineError, ErrorInfo, RequestError
 from pelton.messages.outputs import EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo
 from pelton.messages.request import EngineRequest
@@ -30,6 +30,13 @@ INPUT_SOCKET, OUTPUT_SOCKET = "in", "out"
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
     """The tag is the class name."""
+
+
+class Prepare(_Message):
+    """Before `Start`, to an engine that is started before its model is found: what its executor starts meanwhile."""
+
+    config: EngineConfig
+    plugin_names: list[str]
 
 
 class Start(_Message):
@@ -102,7 +109,7 @@ class CallResult(_Message):
     error: ErrorInfo | None = None
 
 
-ToEngine = Start | Add | Finish | Call | Join | Leave | Shutdown
+ToEngine = Prepare | Start | Add | Finish | Call | Join | Leave | Shutdown
 ToFrontEnd = Hello | Heartbeat | Ready | Failed | Outputs | CallResult
 
 _encoder = msgspec.msgpack.Encoder()
@@ -127,21 +134,6 @@ def encode(message: ToEngine | ToFrontEnd) -> bytes:
             f"The message to the other process has {len(data)} bytes; at most {limits.MAX_IPC_MESSAGE_BYTES} are sent."
         )
     return data
-
-
-def error_info(error: BaseException) -> ErrorInfo:
-    """An error as data, its root cause last."""
-    info = error.to_info() if isinstance(error, PeltonError) else None
-    kind = info.kind if info is not None else EngineError.__name__
-    message = str(error) if info is not None else f"{type(error).__name__}: {error}"
-    root = error
-    while (cause := root.__cause__ or (None if root.__suppress_context__ else root.__context__)) is not None:
-        root = cause
-    if root is not error and str(root) not in message:
-        message += f" Root cause: {type(root).__name__}: {root}"
-    return ErrorInfo(
-        kind=kind, message=message, param=info.param if info else None, status=info.status if info else 500
-    )
 
 
 def make_socket_dir() -> str:

@@ -30,6 +30,8 @@ class ExecutorContext:
     plugins: Plugins
     metrics: PluginMetrics = field(default_factory=PluginMetrics)
     """Counters of its own."""
+    ahead: Any = None
+    """What `ExecutorEntry.ahead` has started, now the executor's; None where nothing was."""
 
 
 class StepHandle(ABC):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from pelton.config import EngineConfig
 from pelton.config.parallel import ParallelConfig
 from pelton.entries import Entry
 from pelton.errors import ConfigError
@@ -21,3 +25,10 @@ def find_executor(config: ParallelConfig, plugins: Plugins) -> Entry:
             return entry
     what = f"for {config.num_ranks} ranks" if is_spread else "of one device"
     raise ConfigError(f"No plugin that is loaded offers an executor {what}; see PELTON_PLUGINS and `pelton plugins`.")
+
+
+def start_ahead(config: EngineConfig, plugins: Plugins) -> Any:
+    """Start what the executor of these settings needs in any case: see `ExecutorEntry.ahead`. None where it needs nothing."""
+    entry = find_executor(config.parallel, plugins)
+    name = getattr(entry, "ahead", "")
+    return replace(entry, load=name).resolve()(config, plugins) if name else None

@@ -42,8 +42,9 @@ class CommunicatorContext:
 
 
 class Communicator(ABC):
-    """All ranks call the same methods with tensors of the same shape and dtype, in one order, from one thread each; `send` and
-    `recv` pair up. Tensors are contiguous and on the context's device. Results have the same bits on every rank that gets them.
+    """All ranks call the same methods with tensors of the same shape and dtype, in one order, from one thread each, which may be another
+    one than made it; `send` and `recv` pair up. Tensors are contiguous and on the context's device. Results have the same bits on every
+    rank that gets them.
     What cannot be done in `timeout_s`, since a rank is gone, raises `EngineError`; where the device computes behind the host, the
     next call does. Making one waits for all ranks.
     """

@@ -43,6 +43,10 @@ class Platform(ABC):
         """Called once before anything else of a start that takes long, the import of torch included: what goes on beside all
         that may begin. Not called by every executor."""
 
+    def begin_device(self, local_rank: int) -> None:  # noqa: B027
+        """Called in the process of one of several ranks, perhaps before its model is known: what a device needs in any case, such as
+        its context, may begin beside the imports. Returns at once."""
+
     @abstractmethod
     def init_device(self, config: EngineConfig, local_rank: int) -> None:
         """Select the device, bind threads; called once in the worker's thread before anything is allocated."""

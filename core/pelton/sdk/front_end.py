@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pelton import logging as pelton_logging
@@ -26,9 +26,13 @@ logger = pelton_logging.get_logger(__name__)
 
 
 class FrontEnd:
-    """explicit: flat names of the settings that the user gave; plugins may not change those."""
+    """explicit: flat names of the settings that the user gave; plugins may not change those. before_model: called once settings and
+    plugins are known, which is long before the model and its tokenizer are."""
 
-    def __init__(self, config: EngineConfig, plugins: Plugins | None = None, explicit: Collection[str] = ()) -> None:
+    def __init__(
+        self, config: EngineConfig, plugins: Plugins | None = None, explicit: Collection[str] = (),
+        before_model: Callable[[EngineConfig, Plugins], None] = lambda config, plugins: None,
+    ) -> None:  # fmt: skip
         from pelton.model.resolve import load_tokenizer, resolve_model
         from pelton.plugins import load_plugins
         from pelton.pooling.io_processor import load_io_processor
@@ -39,6 +43,7 @@ class FrontEnd:
         self.resolvers: list[tuple[str, LoRAResolver]] = []
         self.plugins = plugins if plugins is not None else load_plugins()
         self.config, self.adjustments = adjust_config(config, self.plugins, explicit)
+        before_model(self.config, self.plugins)
         with pelton_logging.phase("find model", self.phase_s):
             self.model = resolve_model(self.config, self.plugins)
         for note in self.model.notes:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
-from pelton.engine.client import EngineClient, start_engines, start_process
+from pelton.engine.client import EngineClient, EngineStarter, start_engines, start_process
 from pelton.engine.in_process import InProcessClient
 from pelton.engine.input_processor import ProcessedRequest, Prompt
 from pelton.engine.output_processor import OutputProcessor
 from pelton.errors import ConfigError, EngineDeadError, RequestError
+from pelton.executor.select import start_ahead
 from pelton.logging import get_logger
 from pelton.lora.request import LoRARequest
 from pelton.messages.outputs import FinishReason
@@ -52,19 +55,29 @@ class LLMEngine:
         plugins: Plugins | None = None,
         explicit: Collection[str] = (),
     ) -> None:
-        self.front_end = FrontEnd(config, plugins, explicit)
-        self.config = self.front_end.config
-        self.plugins = self.front_end.plugins
-        self.model = self.front_end.model
-        self.tokenizer = self.front_end.tokenizer
-        self.input_processor = self.front_end.input_processor
-        self.adapters = self.front_end.adapters
-        self.output_processor = OutputProcessor(self.tokenizer, self.config)
-        self.stat_loggers = StatLoggers(self.config, self.plugins, quiet=ASKS_FOR_LOG_LINES.isdisjoint(explicit))
-        self.num_preemptions = 0
-        began = time.monotonic()
-        start = start_process if engine_process or self.config.parallel.has_several_engines else InProcessClient
-        self.client: EngineClient = start_engines(self.config, self.model, self.plugins, start)
+        start: EngineStarter = start_process
+
+        def before_model(config: EngineConfig, plugins: Plugins) -> None:
+            nonlocal start
+            if not (engine_process or config.parallel.has_several_engines):
+                ahead = start_ahead(config, plugins)
+                start = partial(InProcessClient, ahead=ahead)
+                if ahead is not None:
+                    stack.callback(ahead.close)
+
+        with ExitStack() as stack:
+            self.front_end = FrontEnd(config, plugins, explicit, before_model)
+            self.config = self.front_end.config
+            self.plugins = self.front_end.plugins
+            self.model = self.front_end.model
+            self.tokenizer = self.front_end.tokenizer
+            self.input_processor = self.front_end.input_processor
+            self.adapters = self.front_end.adapters
+            self.output_processor = OutputProcessor(self.tokenizer, self.config)
+            self.stat_loggers = StatLoggers(self.config, self.plugins, quiet=ASKS_FOR_LOG_LINES.isdisjoint(explicit))
+            self.num_preemptions = 0
+            began = time.monotonic()
+            self.client: EngineClient = start_engines(self.config, self.model, self.plugins, start)
         self.client.supervise(MAX_RESTARTS, self.stat_loggers.started)
         self.info: EngineInfo = self.client.info
         self.front_end.engine_started(self.info, time.monotonic() - began)

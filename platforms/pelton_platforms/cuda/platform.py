@@ -18,7 +18,7 @@ from pelton.errors import ConfigError
 from pelton.utils.cache_folder import cache_folder
 from pelton_platforms.cuda.compile_client import CompileServer, num_compilers
 from pelton_platforms.cuda.driver import start_context, stream_wait, torch_cuda_version, total_memory
-from pelton_platforms.gpu.platform import GPUPlatform
+from pelton_platforms.gpu.platform import GPUPlatform, ranks_per_device
 
 if TYPE_CHECKING:
     from pelton_platforms.cuda.compiler import FirstStart
@@ -41,6 +41,7 @@ class CUDAPlatform(GPUPlatform):
                 "An NVIDIA device is here, but the installed torch was built without CUDA. Install torch with CUDA "
                 "(on Linux, `pip install torch` from the default index has it), or choose --device cpu."
             )
+        self._is_prepared = False
         self._server: CompileServer | None = None  # until `_first_start` has it
         self._first_start: FirstStart | None = None
         self._marker: Path | None = None  # to be written by a first start
@@ -64,15 +65,21 @@ class CUDAPlatform(GPUPlatform):
 
     def prepare(self, config: EngineConfig) -> None:
         """The device's context is made beside the imports, where they come yet and the device is known. At a first start processes
-        that compile come up, too."""
+        that compile come up, too. Called again it does nothing: sizes that are found since would name another start."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
         parallel = config.parallel
         if "torch" not in sys.modules and parallel.num_ranks == 1 and not parallel.has_several_engines:
             start_context(self._index)
         marker = _marker(_set_triton_cache(), config)
-        is_prepared = self._server is not None or self._first_start is not None
-        if not is_prepared and not marker.exists() and importlib.util.find_spec("triton") is not None:
+        if not marker.exists() and importlib.util.find_spec("triton") is not None:
             self._marker = marker
             self._server = CompileServer(num_compilers())
+
+    def begin_device(self, local_rank: int) -> None:
+        if "torch" not in sys.modules:
+            start_context(local_rank // ranks_per_device())
 
     def describe(self, local_rank: int = 0) -> str:
         import torch

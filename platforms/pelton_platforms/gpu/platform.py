@@ -152,7 +152,7 @@ class GPUPlatform(Platform):
                     f"{max(free - reserve, 0)} bytes of the GPU's memory are left. Set it lower."
                 )
             return kv_cache.kv_cache_memory_bytes
-        room = int(total * kv_cache.gpu_memory_utilization) - (total - free) - reserve
+        room: int = int(total * kv_cache.gpu_memory_utilization) - (total - free) - reserve
         if room < LEAST_KV_CACHE_BYTES:
             raise ConfigError(
                 f"GPU memory is full: gpu_memory_utilization {kv_cache.gpu_memory_utilization} of {_gib(total)} leaves "

@@ -20,8 +20,7 @@ import msgspec
 from pelton.config import EngineConfig
 from pelton.config.parallel import ParallelConfig
 from pelton.engine.client import EngineClient, EngineStarter
-from pelton.engine.protocol import error_info
-from pelton.errors import EngineDeadError, EngineError, PeltonError
+from pelton.errors import EngineDeadError, EngineError, PeltonError, error_info
 from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutput, EngineOutputs, FinishReason
 from pelton.messages.report import EngineInfo

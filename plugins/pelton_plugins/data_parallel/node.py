@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pelton.config import EngineConfig
 from pelton.engine import protocol
-from pelton.errors import ConfigError, PeltonError
+from pelton.errors import ConfigError, PeltonError, error_info
 from pelton.logging import get_logger, setup
 from pelton.model.resolve import resolve_model
 from pelton.model.resolved import ResolvedModel
@@ -210,7 +210,7 @@ class _Relay:
             try:
                 return protocol.encode(self._engine.adapt(message))
             except PeltonError as error:
-                failed = protocol.encode(protocol.Failed(protocol.error_info(error)))
+                failed = protocol.encode(protocol.Failed(error_info(error)))
                 self._far.send_multipart([bytes(4), failed])
                 return b""
         return data

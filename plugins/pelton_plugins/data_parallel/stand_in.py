@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pelton.engine import protocol
 from pelton.engine.process import is_parent_gone
-from pelton.errors import EngineDeadError, PeltonError
+from pelton.errors import EngineDeadError, PeltonError, error_info
 from pelton.logging import get_logger, setup
 from pelton.utils.own_process import read_arguments
 from pelton_plugins.data_parallel.secure import address, listen, read_secret
@@ -158,7 +158,7 @@ class StandIn:
         out.send(data)
 
     def fail(self, error: PeltonError) -> None:
-        self._tell(protocol.encode(protocol.Failed(protocol.error_info(error))))
+        self._tell(protocol.encode(protocol.Failed(error_info(error))))
 
     def _check_parent(self) -> None:
         if is_parent_gone(self._parent_pid, 0.0):

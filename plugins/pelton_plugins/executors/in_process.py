@@ -191,14 +191,11 @@ class InProcessExecutor(Executor):
     rank = 0
 
     def __init__(self, context: ExecutorContext) -> None:
-        from pelton.platform.select import select_platform
-
-        config, plugins = context.config, context.plugins
         self.check_sizes(context)
-        platform = select_platform(config, plugins)
+        platform = self.find_platform(context)
         self.prepare(context, platform)
         self._platform = platform
-        self.max_concurrent_steps = config.max_steps_in_flight
+        self.max_concurrent_steps = context.config.max_steps_in_flight
         self.launches_past_masks = platform.stream_wait() is not None
         self._thread = WorkerThread("pelton-worker")
         self._worker: Worker | None = None
@@ -221,6 +218,11 @@ class InProcessExecutor(Executor):
             from pelton_plugins.executors.shared_experts.share import check_experts
 
             check_experts(context)
+
+    def find_platform(self, context: ExecutorContext) -> Platform:
+        from pelton.platform.select import select_platform
+
+        return select_platform(context.config, context.plugins)
 
     def prepare(self, context: ExecutorContext, platform: Platform) -> None:
         """Prepare the process for its platform, before anything is made on the device. Engines of one host share its cores."""

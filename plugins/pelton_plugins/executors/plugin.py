@@ -41,7 +41,8 @@ def pelton_executors() -> Sequence[ExecutorEntry]:
         ),
         ExecutorEntry(
             name="multiproc", aliases=("mp",), load="pelton_plugins.executors.multiproc.executor:MultiProcExecutor", priority=10,
-            runs_several=True, doc="a process for each rank of one host",
+            runs_several=True, ahead="pelton_plugins.executors.multiproc.processes:RanksAhead",
+            doc="a process for each rank of one host",
         ),
         ExecutorEntry(
             name="ray", load="pelton_plugins.executors.ray_cluster.executor:RayExecutor", priority=-5, runs_several=True,

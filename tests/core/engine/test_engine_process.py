@@ -25,7 +25,7 @@ from pelton.config import EngineConfig
 from pelton.engine import process, process_client, protocol
 from pelton.engine.core import EngineCore
 from pelton.engine.process_client import EngineConnection, ProcessClient
-from pelton.errors import ConfigError, EngineDeadError, EngineError, PluginError, RequestError
+from pelton.errors import ConfigError, EngineDeadError, EngineError, PluginError, RequestError, error_info
 from pelton.messages.outputs import EngineOutput, FinishReason
 from pelton.messages.request import EngineRequest
 from pelton.model.resolve import resolve_model
@@ -626,7 +626,7 @@ def test_error_info_ends_with_the_root_cause() -> None:
         except OSError as error:
             raise ValueError("cannot write") from error
     except ValueError as error:
-        info = protocol.error_info(error)
+        info = error_info(error)
     assert (info.kind, info.message) == ("EngineError", "ValueError: cannot write Root cause: OSError: disk full")
 
 

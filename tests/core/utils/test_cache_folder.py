@@ -45,7 +45,7 @@ def test_an_engine_process_leaves_no_private_folder(tmp_path):
     (tmp_path / "pelton").write_text("in the way")
     code = """
 from pelton.utils.cache_folder import cache_folder
-from pelton.engine.process import end_process
+from pelton.utils.own_process import end_process
 folder = cache_folder("triton")
 print(folder, folder.is_dir(), flush=True)
 end_process(3)

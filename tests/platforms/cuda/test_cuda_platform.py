@@ -149,6 +149,18 @@ def test_compilers_come_up_before_the_device_where_the_executor_lets_them(fake, 
     assert platform.compile_soon(lambda: None) and len(fake.servers) == 1
 
 
+def test_sizes_that_are_found_later_make_no_other_first_start(fake, monkeypatch, tmp_path):
+    """A rank prepares itself before they are found."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for is_first in (True, False):
+        platform = CUDAPlatform()
+        platform.prepare(EngineConfig.from_flat(tensor_parallel_size=2))
+        platform.init_device(EngineConfig.from_flat(tensor_parallel_size=2, max_num_seqs=7), 0)
+        assert platform.compile_soon(lambda: None) == is_first
+        platform.worker_ready()
+    assert len(fake.servers) == 1
+
+
 def test_default_sizes_are_known_without_torch(fake, monkeypatch):
     monkeypatch.setattr(cuda, "total_memory", lambda index: 80 * GIB)
     monkeypatch.delitem(sys.modules, "torch")
@@ -167,6 +179,17 @@ def test_a_context_is_made_while_torch_is_imported_where_its_device_is_known(
     if not imported:
         monkeypatch.delitem(sys.modules, "torch")
     CUDAPlatform().prepare(EngineConfig.from_flat(**settings))
+    assert found == started
+
+
+@pytest.mark.parametrize("imported, a_device, started", [(False, 1, [3]), (False, 2, [1]), (True, 1, [])])
+def test_a_rank_s_context_is_made_before_its_model_is_known(fake, monkeypatch, imported, a_device, started):
+    found = []
+    monkeypatch.setattr(cuda, "start_context", found.append)
+    monkeypatch.setenv("PELTON_RANKS_PER_DEVICE", str(a_device))
+    if not imported:
+        monkeypatch.delitem(sys.modules, "torch")
+    CUDAPlatform().begin_device(3)
     assert found == started
 
 

@@ -13,9 +13,11 @@ from typing import ClassVar
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from pelton_e2e import eventually
 from pelton_forked import forked_starts
 
+from pelton import LLM
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, EngineDeadError, NotSupportedError, PluginError
 from pelton.executor.interface import ExecutorContext
@@ -24,8 +26,10 @@ from pelton.messages.step import ModelOutput
 from pelton.plugins import load_plugins
 from pelton.testing.executor import ExecutorConformance, tiny_model
 from pelton.testing.kv_specs import full_spec, window_spec
-from pelton_plugins.executors.multiproc import messages
+from pelton_plugins.executors.multiproc import messages, processes
 from pelton_plugins.executors.multiproc.executor import MultiProcExecutor, usable_bytes
+from pelton_plugins.executors.multiproc.messages import Prepare
+from pelton_plugins.executors.multiproc.processes import RankProcess, RanksAhead
 from pelton_plugins.executors.multiproc.rank import own_plan
 from pelton_plugins.executors.multiproc.ring import RingReader, RingWriter, make_ring_file
 from pelton_plugins.executors.multiproc.transfers import JoinedTransfers
@@ -130,15 +134,19 @@ def test_only_specs_cross():
         messages.spec_from_data({"class": "pelton.kv_cache.spec:MLASpec", "fields": {"block_size": "many"}})
 
 
+def make_config(**settings) -> EngineConfig:
+    flat = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 64, "device": "cpu"} | settings
+    return EngineConfig.from_flat(**flat)
+
+
 def make_executor(**settings) -> MultiProcExecutor:
     with forked_starts():
         return start_executor(**settings)
 
 
-def start_executor(**settings) -> MultiProcExecutor:
-    flat = {"load_format": "dummy", "max_num_seqs": 4, "max_num_batched_tokens": 64, "device": "cpu"} | settings
-    config = EngineConfig.from_flat(**flat)
-    return MultiProcExecutor(ExecutorContext(config=config, model=tiny_model(), plugins=load_plugins()))
+def start_executor(ahead: RanksAhead | None = None, **settings) -> MultiProcExecutor:
+    config = make_config(**settings)
+    return MultiProcExecutor(ExecutorContext(config=config, model=tiny_model(), plugins=load_plugins(), ahead=ahead))
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +221,73 @@ def test_a_rank_that_goes_takes_the_others_and_is_named(number, said):
     executor._finish_step(executor._ranks[0], messages.StepDone(7, ModelOutput(step_id=7)))  # it was on its way
     executor.shutdown()
     assert eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids)), "a rank is left"
+
+
+def ranks_ahead(**settings) -> RanksAhead:
+    with forked_starts():
+        return RanksAhead(make_config(tensor_parallel_size=2, **settings), load_plugins())
+
+
+def pids_of(ahead: RanksAhead) -> list[int]:
+    return [rank.process.pid for rank in ahead.processes]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_ranks_that_run_already_are_taken_where_they_have_the_same_settings():
+    ahead = ranks_ahead(max_num_batched_tokens=None)
+    executor = make_executor(ahead=ahead, tensor_parallel_size=2)  # the size of steps has been found since
+    assert [rank.process.pid for rank in executor._ranks] == pids_of(ahead)
+    del ahead  # its ranks are the executor's
+    assert executor.report().device.startswith("2 ranks")
+    executor.shutdown()
+
+    other = ranks_ahead(seed=7)
+    pids = pids_of(other)
+    executor = make_executor(ahead=other, tensor_parallel_size=2)
+    assert gone(pids) and not set(pids) & {rank.process.pid for rank in executor._ranks}
+    executor.shutdown()
+
+
+def test_ranks_that_nobody_takes_end(monkeypatch):
+    ahead = ranks_ahead()
+    pids = pids_of(ahead)
+    del ahead
+    assert eventually(lambda: gone(pids))
+
+    made: list[RankProcess] = []
+
+    class Noted(RankProcess):
+        def __init__(self, *given) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr(processes, "RankProcess", Noted)
+    with forked_starts(), pytest.raises(ConfigError, match="There is no /no/such"):
+        LLM(model="/no/such", device="cpu", tensor_parallel_size=2)
+    assert len(made) == 2, "they were started before the model was looked for"
+    assert eventually(lambda: gone([rank.process.pid for rank in made]))
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "is held by a signal")]
+)
+def test_a_rank_that_goes_before_the_model_is_found_is_named(number, said):
+    ahead = ranks_ahead()
+    pids = pids_of(ahead)
+    os.kill(pids[1], number)
+    with pytest.raises(EngineDeadError, match=rf"Rank 1 \(pid {pids[1]}\) {said}"):
+        make_executor(ahead=ahead, tensor_parallel_size=2)
+    assert eventually(lambda: gone(pids)), "a rank is left"
+
+
+def test_a_rank_that_cannot_prepare_itself_says_why(monkeypatch):
+    found = Prepare.of
+    monkeypatch.setattr(Prepare, "of", lambda *given: replace(found(*given), plugin_digest="another"))
+    with pytest.raises(PluginError, match=r"Rank \d found other plugins than the engine"):
+        make_executor(tensor_parallel_size=2)
 
 
 def test_nothing_is_left_after_shutdown(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from pelton_e2e import eventually
 
 from pelton.config import EngineConfig
 from pelton.plugins import load_plugins
@@ -43,6 +44,12 @@ def test_what_the_executor_needs_is_imported_ahead(started, settings, imports_to
     with contextlib.closing(ahead.EngineAhead(EngineConfig.from_flat(model="m", **settings), load_plugins())) as one:
         assert is_running(one.pid)
         assert ("torch" in one.imports) == imports_torch  # ranks have processes of their own
+        if not imports_torch:  # which are started, too
+            assert eventually(lambda: len(psutil.Process(one.pid).children()) == 2)
+            ranks = psutil.Process(one.pid).children()
+        else:
+            ranks = []
+    assert eventually(lambda: not any(is_running(rank.pid) for rank in ranks))
 
 
 def test_a_process_is_taken_once(started):

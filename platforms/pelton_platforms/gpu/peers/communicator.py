@@ -20,6 +20,7 @@ from pelton.platform.compiling import compile_only, hash_callees_first
 from pelton_platforms.device.meeting import all_told, meeting, this_host
 from pelton_platforms.gpu.nccl import NcclCommunicator
 from pelton_platforms.gpu.peers import kernels
+from pelton_platforms.gpu.soon import Soon
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +43,7 @@ class PeerCommunicator(Communicator):
         self._what = f"rank {self.rank} of {self.size} in group {context.group!r}"
         self.device, self.limit = context.device, int(min(context.timeout_s * self.looks_a_second(), 2**31 - 1))
         self.nccl_from_bytes = max(NCCL_FROM_BYTES, NCCL_FROM_BYTES_OF_TWO // max(self.size - 1, 1))
-        self._nccl: NcclCommunicator | None = None
+        self._nccl: Soon[NcclCommunicator | None] | None = None
         self._is_near = True
         self.kept: dict[Any, Any] = {}
         """What others keep for all layers: memory for rows."""
@@ -55,13 +56,14 @@ class PeerCommunicator(Communicator):
             raise EngineError(f"Communication fails at {self._what}: the meeting of all ranks: {error}") from error
 
     def _meet(self, context: CommunicatorContext, store: dist.Store) -> None:
+        Soon.wait_for_last()  # NCCL of another group of these ranks
         here, device = this_host("/dev/shm"), self.device_name()
         places = all_told(store, self.rank, self.size, "place", here + b" " + device)
         self._is_near = all(place.startswith(here + b" ") for place in places)
         if self._is_near:
             self._open(store)
         if len(set(places)) == self.size:
-            self._nccl = self.make_nccl(context)
+            self._nccl = Soon(lambda: self.make_nccl(context))
         elif not self._is_near:
             raise EngineError(
                 f"{self._what}: some ranks share a device and others are on another host. Give each a device of its own."
@@ -171,8 +173,8 @@ class PeerCommunicator(Communicator):
     def all_to_all(self, tensor: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
         if self.size == 1:
             return tensor
-        if self._nccl is not None:
-            return self._nccl.all_to_all(tensor, send_counts, recv_counts)
+        if (nccl := self.nccl) is not None:
+            return nccl.all_to_all(tensor, send_counts, recv_counts)
         found = tensor.new_empty(sum(recv_counts), *tensor.shape[1:])
         sources, targets = tensor.contiguous().split(list(send_counts)), found.split(list(recv_counts))
         targets[self.rank].copy_(sources[self.rank])
@@ -210,13 +212,18 @@ class PeerCommunicator(Communicator):
         return tensor
 
     def shutdown(self) -> None:
-        if self._nccl is not None:
-            self._nccl.shutdown()
+        if self._nccl is not None and self._nccl.has_succeeded and (nccl := self.nccl) is not None:
+            nccl.shutdown()
+
+    @property
+    def nccl(self) -> NcclCommunicator | None:
+        """None: the ranks share devices, or there is one. Waits until it is made: half a second on two H200s, beside the model's layers."""
+        return None if self._nccl is None else self._nccl.result()
 
     def _large(self, tensor: Tensor, from_bytes: int | None = None) -> NcclCommunicator | None:
         """Return who moves tensors of this size; None: the kernels do."""
         if not self._is_near or tensor.numel() * tensor.element_size() >= (from_bytes or self.nccl_from_bytes):
-            return self._nccl
+            return self.nccl
         return None
 
     def _gathered(self, tensor: Tensor) -> Tensor:
@@ -246,7 +253,10 @@ class PeerCommunicator(Communicator):
         )  # fmt: skip
 
     def check(self) -> None:
-        """Raise `EngineError` where a kernel has waited in vain for another rank."""
+        """Raise `EngineError` where a kernel has waited in vain for another rank. Called before each launch of a kernel that waits for
+        others: none runs while NCCL is made, which may wait for the device."""
+        if Soon.last is not None:
+            Soon.wait_for_last()
         if self._has_failed[0]:
             raise EngineError(f"Communication fails at {self._what}: another rank did not come in time.")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import selectors
 import threading
 import time
@@ -28,19 +27,17 @@ from pelton.logging import get_logger
 from pelton.messages.report import DeviceReport, StepFit
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton_plugins.executors.multiproc import messages
-from pelton_plugins.executors.multiproc.processes import RankProcess
-from pelton_plugins.executors.multiproc.ring import RingWriter, make_ring_file, make_shared_file
+from pelton_plugins.executors.multiproc.processes import FULL_S, RankProcess, RanksAhead, end_ranks
+from pelton_plugins.executors.multiproc.ring import RingWriter
 from pelton_plugins.executors.multiproc.transfers import JoinedTransfers
 from pelton_plugins.executors.shared_experts.share import check_experts
 
 logger = get_logger(__name__)
 
-RING_BYTES = 1 << 24
 _CHECK_S = 0.25
 """How often ranks that a signal may hold are looked at; one that is held at two looks counts as hung."""
 _OTHERS_S = 1.0
 """How long others may take to say of a step what one rank has said: that it failed."""
-_FULL_S = 50e-6  # between two looks at a ring without room
 _STOP_S = 5.0
 
 
@@ -106,22 +103,18 @@ class MultiProcExecutor(Executor):
         self._write_lock = threading.Lock()
         self._is_closing = False
         self._ranks: list[RankProcess] = []
-        self._finalizer = weakref.finalize(self, _clean_up, self._ranks)
+        self._finalizer = weakref.finalize(self, end_ranks, self._ranks)
         try:
-            store = self.start_ranks(context, self._ranks)
+            self.start_ranks(context, self._ranks)
         except BaseException:
             self._finalizer()
             raise
+        # Before anybody listens: a rank that cannot prepare itself says so before it is told more.
+        gathered = self._expect(next(self._call_ids))
         self._watcher = threading.Thread(target=self._watch, name="pelton-ranks", daemon=True)
         self._watcher.start()
-        plugins = context.plugins
-        start = messages.Start(
-            context.config, context.model, [plugin.name for plugin in plugins.loaded if not plugin.is_builtin],
-            plugins.digest(), store,
-        )  # fmt: skip
         try:
-            gathered = self._expect(next(self._call_ids))
-            self._write(start)
+            self._write(messages.Start(context.config, context.model))
             self.max_concurrent_steps = min(self._wait_for(gathered))
         except BaseException:
             self.shutdown()
@@ -129,17 +122,15 @@ class MultiProcExecutor(Executor):
 
     # -- for a subclass that has its ranks elsewhere --
 
-    def start_ranks(self, context: ExecutorContext, ranks: list[RankProcess]) -> str:
-        """Start a process for each rank and append it. Returns where their communicators find each other."""
-        ring, store = make_ring_file(self.size, RING_BYTES), make_shared_file(0)
-        try:
-            self._ring: RingWriter | None = RingWriter(ring, self.size)
-            for rank in range(self.size):
-                ranks.append(RankProcess(rank, self.size, ring, store))
-        finally:
-            os.close(ring)
-            os.close(store)
-        return f"/proc/self/fd/{store}"  # handed down, as the ring is: nothing is left behind however the processes end
+    def start_ranks(self, context: ExecutorContext, ranks: list[RankProcess]) -> None:
+        """Take processes for all ranks, which have been told to prepare themselves."""
+        ahead = context.ahead
+        if not isinstance(ahead, RanksAhead) or not ahead.fits(context.config):
+            if ahead is not None:
+                ahead.close()
+            ahead = RanksAhead(context.config, context.plugins)
+        ranks += ahead.hand_over()
+        self._ring: RingWriter | None = ahead.ring
 
     def send(self, data: bytes) -> None:
         """Hand a job to all ranks."""
@@ -265,7 +256,7 @@ class MultiProcExecutor(Executor):
     def _wait_for_room(self) -> None:
         if self._error is not None:
             raise self._error
-        time.sleep(_FULL_S)
+        time.sleep(FULL_S)
 
     # -- from the ranks, on the watcher's thread --
 
@@ -289,7 +280,7 @@ class MultiProcExecutor(Executor):
             if not self._is_closing:
                 self._fail(rank.describe_end())
             elif self._error is None:
-                time.sleep(_FULL_S)  # `shutdown` is about to set it
+                time.sleep(FULL_S)  # `shutdown` is about to set it
             return
         for data in answers:
             answer = messages.decode_answer(data)
@@ -404,10 +395,3 @@ def _first_of(done: Future[list[Any]], first: Future[Any]) -> None:
         first.set_exception(error)
     else:
         first.set_result(done.result()[0])
-
-
-def _clean_up(ranks: list[RankProcess]) -> None:
-    for rank in ranks:
-        rank.kill()
-    for rank in ranks:
-        rank.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import struct
 from dataclasses import fields
 from typing import Any
 
@@ -13,20 +14,35 @@ from pelton.errors import ErrorInfo, PluginError
 from pelton.kv_cache.spec import KVCacheGroup, KVCachePlan, KVCacheSpec, KVCacheTensor
 from pelton.messages.step import GrammarMasks, ModelOutput, SchedulerOutput
 from pelton.model.resolved import ResolvedModel
+from pelton.plugins import Plugins
+
+FRAME = struct.Struct("<Q")
+"""Length of an answer, before it."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True): ...
 
 
-class Start(_Message):
-    """First to each rank."""
+class Prepare(_Message):
+    """First to each rank, perhaps while the model is being found."""
 
     config: EngineConfig
-    model: ResolvedModel
     plugin_names: list[str]
     plugin_digest: str
     store: str
     """File where the ranks' communicators find each other."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, plugins: Plugins, store: str) -> Prepare:
+        names = [plugin.name for plugin in plugins.loaded if not plugin.is_builtin]
+        return cls(config, names, plugins.digest(), store)
+
+
+class Start(_Message):
+    """Second to each rank."""
+
+    config: EngineConfig
+    model: ResolvedModel
 
 
 class Execute(_Message):
@@ -48,7 +64,7 @@ class Call(_Message):
 class Stop(_Message): ...
 
 
-Job = Start | Execute | Sample | Call | Stop
+Job = Prepare | Start | Execute | Sample | Call | Stop
 
 
 class StepDone(_Message):

@@ -1,16 +1,27 @@
-"""`RankProcess`: one rank's process as the executor sees it."""
+"""Processes of ranks as the executor sees them: each a `RankProcess`, all of them started at once by `RanksAhead`."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
+import time
+import weakref
 from pathlib import Path
 
-from pelton.utils.own_process import own_program
-from pelton_plugins.executors.multiproc.rank import FRAME
+from msgspec.structs import replace
 
+from pelton.config import EngineConfig
+from pelton.plugins import Plugins
+from pelton.utils.own_process import own_program
+from pelton_plugins.executors.multiproc import messages
+from pelton_plugins.executors.multiproc.messages import FRAME
+from pelton_plugins.executors.multiproc.ring import RingWriter, make_ring_file, make_shared_file
+
+RING_BYTES = 1 << 24
+FULL_S = 50e-6  # between two looks at a ring without room
 _READ_BYTES = 1 << 20
 
 
@@ -92,3 +103,53 @@ class RankProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2.0)
         self.socket.close()
+
+
+class RanksAhead:
+    """The processes of all ranks of one host, which prepare themselves (`messages.Prepare`) before they are told of a model. They end
+    with this, unless an executor takes them over."""
+
+    def __init__(self, config: EngineConfig, plugins: Plugins) -> None:
+        self.config, self.size = config, config.parallel.num_ranks
+        self.processes: list[RankProcess] = []
+        self._finalizer = weakref.finalize(self, end_ranks, self.processes)
+        ring, store = make_ring_file(self.size, RING_BYTES), make_shared_file(0)
+        path = f"/proc/self/fd/{store}"  # handed down, as the ring is: nothing is left behind however the processes end
+        self.ring = RingWriter(ring, self.size)
+        try:
+            for rank in range(self.size):
+                self.processes.append(RankProcess(rank, self.size, ring, store))
+            prepare = messages.encode(messages.Prepare.of(config, plugins, path))
+            self.ring.write(prepare, self._wake, lambda: time.sleep(FULL_S))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(ring)
+            os.close(store)
+
+    def fits(self, config: EngineConfig) -> bool:
+        """Return whether these ranks are prepared for `config`, whose batch sizes may have been found since."""
+        return replace(self.config, scheduler=config.scheduler) == config
+
+    def hand_over(self) -> list[RankProcess]:
+        """Return the processes, which are the caller's from now on, with the ring."""
+        self._finalizer.detach()
+        return self.processes
+
+    def close(self) -> None:
+        """End the ranks, where nobody has taken them over."""
+        if self._finalizer.alive:
+            self._finalizer()
+            self.ring.close()
+
+    def _wake(self) -> None:
+        for rank in self.processes:
+            rank.wake()
+
+
+def end_ranks(ranks: list[RankProcess]) -> None:
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.close()

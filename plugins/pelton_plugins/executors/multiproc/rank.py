@@ -10,40 +10,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gc
 import queue
 import signal
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from pelton.engine.process import end_process
-from pelton.engine.protocol import error_info
-from pelton.errors import EngineDeadError, PeltonError, PluginError
+from pelton.errors import EngineDeadError, PeltonError, PluginError, error_info
 from pelton.executor.interface import ExecutorContext, StepHandle
 from pelton.kv_cache.spec import KVCacheGroup, KVCachePlan, KVCacheSpec
 from pelton.logging import get_logger, setup
-from pelton.parallel.communicator import Communicator, CommunicatorContext, GroupContext, make_communicator
+from pelton.parallel.communicator import GroupContext
 from pelton.plugins import load_plugins
 from pelton.utils import garbage
-from pelton.utils.own_process import read_arguments
-from pelton_plugins.executors.in_process import InProcessExecutor, place_on_host
+from pelton.utils.own_process import end_process, read_arguments
+from pelton_plugins.executors.in_process import InProcessExecutor
 from pelton_plugins.executors.multiproc import messages
+from pelton_plugins.executors.multiproc.messages import FRAME
+from pelton_plugins.executors.multiproc.place import RankPlace
 from pelton_plugins.executors.multiproc.ring import RingReader
 from pelton_plugins.executors.multiproc.transfers import transfers_alone
-from pelton_plugins.executors.one_rank import OneRank
 
 if TYPE_CHECKING:
-    from pelton.config.parallel import ParallelConfig
     from pelton.platform.interface import Platform
 
 logger = get_logger(__name__)
-
-FRAME = struct.Struct("<Q")
-"""Length of an answer, before it."""
 
 
 class Jobs(Protocol):
@@ -53,7 +48,7 @@ class Jobs(Protocol):
 
 
 class Rank:
-    executor_class: ClassVar[type[RankExecutor]]
+    place_class: ClassVar[type[RankPlace]] = RankPlace
 
     def __init__(self, rank: int, size: int, ring: Jobs, parent: socket.socket) -> None:
         self.rank, self.size = rank, size
@@ -66,21 +61,17 @@ class Rank:
 
     def run(self) -> None:
         """Take jobs until told to stop. Ends the process when the engine is gone."""
-        start = self._next_job()
-        if not isinstance(start, messages.Start):
-            return
-        setup(start.config.observability.log_level if self.rank == 0 else "warning")
+        gc.disable()  # until the KV cache is there: `garbage.paused`
         try:
-            with garbage.paused():
-                self._executor = executor = self._make_executor(start)
+            self._executor = executor = self._start()
         except Exception as error:
             if not isinstance(error, PeltonError):
                 logger.exception("Rank %d did not start", self.rank)
             self._answer(messages.CallDone(0, None, error_info(error)))
             return
+        if executor is None:
+            return
         self._answer(messages.CallDone(0, executor.max_concurrent_steps))
-        self._tells_results = self.rank == start.config.parallel.telling_rank
-        self._tells_transfers = start.config.kv_transfer.kv_connector is not None
         threading.Thread(target=self._answer_steps, name="pelton-steps", daemon=True).start()
         threading.Thread(target=self._answer_calls, name="pelton-calls", daemon=True).start()
         while not isinstance(job := self._next_job(), messages.Stop):
@@ -99,15 +90,26 @@ class Rank:
         else:
             self._calls.put(call)
 
-    def _make_executor(self, start: messages.Start) -> InProcessExecutor:
-        plugins = load_plugins(only=start.plugin_names)
-        if plugins.digest() != start.plugin_digest:
+    def _start(self) -> InProcessExecutor | None:
+        """Do what needs no model first: the engine may still be looking for it. None: the engine ends before it starts."""
+        prepare = self._next_job()
+        if not isinstance(prepare, messages.Prepare):
+            return None
+        config = prepare.config
+        setup(config.observability.log_level if self.rank == 0 else "warning")
+        plugins = load_plugins(only=prepare.plugin_names)
+        if plugins.digest() != prepare.plugin_digest:
             raise PluginError(
                 f"Rank {self.rank} found other plugins than the engine: {', '.join(map(str, plugins.loaded))}. "
                 "Did an installation change while Pelton was starting?"
             )
-        context = ExecutorContext(config=start.config, model=start.model, plugins=plugins)
-        return self.executor_class(context, self.rank, self.size, start.store)
+        place = self.place_class(config, plugins, self.rank, prepare.store)
+        start = self._next_job()
+        if not isinstance(start, messages.Start):
+            return None
+        self._tells_results = self.rank == start.config.parallel.telling_rank
+        self._tells_transfers = start.config.kv_transfer.kv_connector is not None
+        return RankExecutor(ExecutorContext(config=start.config, model=start.model, plugins=plugins), place)
 
     def _answer_steps(self) -> None:
         while True:
@@ -142,7 +144,11 @@ class Rank:
         if method == "kv_cache_specs":
             return {name: messages.spec_to_data(spec) for name, spec in executor.kv_cache_specs().items()}
         if method == "initialize_kv_cache":
-            return executor.initialize_kv_cache(own_plan(messages.plan_from_data(args[0]), executor.kv_cache_specs()))
+            executor.initialize_kv_cache(own_plan(messages.plan_from_data(args[0]), executor.kv_cache_specs()))
+            gc.freeze()  # what the start has made lives on; to look for garbage among it takes 0.1 s
+            gc.set_threshold(*garbage.THRESHOLDS)
+            gc.enable()
+            return None
         if method == "call_beside":
             return executor.call_beside(*args).result()
         return getattr(executor, method)(*args)
@@ -167,51 +173,19 @@ class Rank:
 class RankExecutor(InProcessExecutor):
     """The worker of one of several ranks."""
 
-    def __init__(self, context: ExecutorContext, rank: int, size: int, store: str) -> None:
-        self.rank, self._size, self._store = rank, size, store
+    def __init__(self, context: ExecutorContext, place: RankPlace) -> None:
+        self.rank, self._place = place.rank, place
         super().__init__(context)
 
     def check_sizes(self, context: ExecutorContext) -> None: ...
 
+    def find_platform(self, context: ExecutorContext) -> Platform:
+        return self._place.platform
+
+    def prepare(self, context: ExecutorContext, platform: Platform) -> None: ...
+
     def place(self, context: ExecutorContext, platform: Platform) -> tuple[int, GroupContext]:
-        """Ranks of one stage follow each other."""
-        parallel = context.config.parallel
-        local_rank = self.local_rank(parallel)
-        stage, rank = divmod(self.rank, parallel.tensor_parallel_size)
-        stages = None
-        if parallel.pipeline_parallel_size > 1:
-            stages = self._communicator(context, platform, stage, parallel.pipeline_parallel_size, f"pp{rank}")
-        size, num_parts = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
-        if size == 1:
-            return local_rank, GroupContext(OneRank(), stages)
-        group = self._communicator(context, platform, rank, size, f"tp{stage}")
-        found = GroupContext(group, stages)
-        if num_parts > 1:  # ranks with the same KV heads follow each other
-            number, part = divmod(rank, num_parts)
-            found.context = group
-            if num_parts < size:
-                found.context = self._communicator(context, platform, part, num_parts, f"dcp{stage}.{number}")
-        return local_rank, found
-
-    def local_rank(self, parallel: ParallelConfig) -> int:
-        """Return the number of this rank's device on its host."""
-        return place_on_host(parallel, self.rank)[0]
-
-    def _communicator(
-        self, context: ExecutorContext, platform: Platform, rank: int, size: int, group: str
-    ) -> Communicator:
-        device = platform.device(self.local_rank(context.config.parallel))
-        return make_communicator(
-            context.plugins,
-            CommunicatorContext(
-                rank=rank, size=size, device=device, store=self._store, group=group,
-                engine_config=context.config,
-            ),
-            platform.device_type,
-        )  # fmt: skip
-
-
-Rank.executor_class = RankExecutor
+        return self._place.found()
 
 
 def own_plan(plan: KVCachePlan, own: Mapping[str, KVCacheSpec]) -> KVCachePlan:

@@ -20,6 +20,7 @@ from pelton.errors import ConfigError, EngineDeadError
 from pelton.executor.interface import ExecutorContext
 from pelton.logging import get_logger
 from pelton.platform.select import select_platform
+from pelton_plugins.executors.multiproc import messages
 from pelton_plugins.executors.multiproc.executor import MultiProcExecutor
 from pelton_plugins.executors.multiproc.processes import RankProcess
 from pelton_plugins.executors.ray_cluster.settings import SETTINGS, RaySettings
@@ -84,7 +85,7 @@ class RayExecutor(MultiProcExecutor):
 
     _ring = None
 
-    def start_ranks(self, context: ExecutorContext, ranks: list[RankProcess]) -> str:
+    def start_ranks(self, context: ExecutorContext, ranks: list[RankProcess]) -> None:
         try:
             ray = _ray()
         except ImportError as error:
@@ -110,7 +111,7 @@ class RayExecutor(MultiProcExecutor):
             for rank in found:
                 rank.actor.run.remote(host, port, token, rank.rank, self.size)
             self._wait_for_ranks(listener, token, found, settings.start_timeout_s)
-        return self._open_store(host)
+        self.send(messages.encode(messages.Prepare.of(context.config, context.plugins, self._open_store(host))))
 
     def _bundle(self, settings: RaySettings, context: ExecutorContext) -> dict[str, float]:
         num_gpus = settings.num_gpus

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from pelton_plugins.executors.multiproc.rank import Rank, RankExecutor
+from pelton_plugins.executors.multiproc.place import RankPlace
+from pelton_plugins.executors.multiproc.rank import Rank
 from pelton_plugins.executors.ray_cluster.wire import SocketJobs, connect
 
 if TYPE_CHECKING:
     from pelton.config.parallel import ParallelConfig
 
 
-class RayRankExecutor(RankExecutor):
+class RayRankPlace(RankPlace):
     """A rank that sees the devices that Ray gave it, and no others."""
 
     def local_rank(self, parallel: ParallelConfig) -> int:
@@ -21,7 +22,7 @@ class RayRankExecutor(RankExecutor):
 
 
 class RayRank(Rank):
-    executor_class = RayRankExecutor
+    place_class = RayRankPlace
 
 
 class RankActor:

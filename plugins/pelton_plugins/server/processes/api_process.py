@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from pelton.config.parallel import ParallelConfig
-from pelton.engine.protocol import error_info
-from pelton.errors import ErrorInfo, PeltonError, PluginError, RequestError, error_from_info
+from pelton.errors import ErrorInfo, PeltonError, PluginError, RequestError, error_from_info, error_info
 from pelton.logging import get_logger, setup
 from pelton.metrics.snapshot import Metric
 from pelton.metrics.stats import IterationStats, SchedulerStats

@@ -22,8 +22,15 @@ import msgspec
 
 from pelton.config import EngineConfig
 from pelton.engine.process_client import ProcessClient
-from pelton.engine.protocol import error_info
-from pelton.errors import ConfigError, EngineDeadError, EngineError, PeltonError, RequestError, error_from_info
+from pelton.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    PeltonError,
+    RequestError,
+    error_from_info,
+    error_info,
+)
 from pelton.logging import get_logger
 from pelton.messages.outputs import EngineOutputs
 from pelton.metrics.snapshot import Counter, Gauge, Metric
