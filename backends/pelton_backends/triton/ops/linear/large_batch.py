@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 MIN_ROWS = 1024
 MIN_SHARE = 0.9
 MIN_GATED_SHARE = 0.85
-MIN_SENT_SHARE = 0.75  # where results go to another rank on the way, which cuBLAS's do not: not measured
+MIN_SENT_SHARE = 0.75  # where results go to another rank on the way, which cuBLAS's do not
 
 
 @triton.jit
