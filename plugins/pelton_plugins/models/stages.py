@@ -37,6 +37,8 @@ class StagedDecoder(Decoder):
         self._stages = stages
         self._stage, self._last = (0, 0) if stages is None else (stages.rank, stages.size - 1)
         self._made_of = config.dtype, config.hf.hidden_size, config.hf.vocab_size
+        if self._stage < self._last:  # of the object: in one stage a step has to see that logits are those of the head
+            self.compute_logits = self._no_logits  # type: ignore[method-assign]
 
     def own_layers(self, config: BuildConfig, prefix: str, *, num_joined: int = 1, total: int | None = None) -> range:
         """Return the layers of this stage, of those called `{prefix}.0` and on; the others' tensors stay in the checkpoint. num_joined:
@@ -119,11 +121,9 @@ class StagedDecoder(Decoder):
                 self._stages.send(tensor.contiguous(), self._stage + 1)
         return hidden, residual
 
-    def compute_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
-        """The last stage's; before it, where warm-ups alone ask, nothing but zeros."""
-        if self._stage < self._last:
-            return torch.zeros(len(rows), self._made_of[2], device=rows.device)
-        return super().compute_logits(hidden, rows)
+    def _no_logits(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor) -> Tensor:
+        """Zeros: before the last stage warm-ups alone ask."""
+        return torch.zeros(len(rows), self._made_of[2], device=rows.device)
 
     def _received(self, batch: ForwardBatch, *shape: int) -> Tensor:
         assert self._stages is not None

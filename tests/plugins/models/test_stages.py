@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError
@@ -57,6 +58,19 @@ def test_each_part_is_in_one_stage(num_stages: int, settings: dict[str, Any], co
         names |= own
     build = make(0, 1)[1]
     assert names | {"lm_head.weight"} == set(build.weights.expected())
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("stage, num_stages", [(0, 1), (1, 2)])
+def test_a_greedy_step_may_take_the_heads_best_tokens(stage: int, num_stages: int, architecture: str) -> None:
+    """`StepProgram` asks for best tokens in place of logits where nothing stands between the head and the step."""
+    model = make(stage, num_stages, architecture)[0]
+    assert model.compute_logits.__func__ is Decoder.compute_logits
+
+
+def test_stages_before_the_last_have_no_logits() -> None:
+    logits = make(0, 2)[0].compute_logits((None, None), torch.arange(3))
+    assert logits.shape == (3, HF["vocab_size"]) and not logits.any()
 
 
 @pytest.mark.parametrize(
