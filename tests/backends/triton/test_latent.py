@@ -98,3 +98,36 @@ def test_few_tokens_share_long_contexts_among_programs() -> None:
     assert latent.splits_to_fill(32, 264, 8192) == 8
     assert latent.splits_to_fill(32, 132, 8192) == 4
     assert latent.splits_to_fill(10_000, 264, 100_000) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "num_heads, rows, num_padding, splits",
+    [
+        pytest.param(16, ((1, 0), (1, 15), (1, 16), (1, 1000), (1, 2047)), 0, None, id="rows-of-one-token"),
+        pytest.param(16, ((1, 0), (1, 64), (1, 65), (1, 700)), 3, 3, id="parts-without-a-tile-padded"),
+        pytest.param(16, ((1, 5000),), 0, 32, id="one-row-in-many-parts"),
+        pytest.param(20, ((1, 33), (9, 3), (70, 900)), 3, 2, id="any-rows-some-heads"),
+        pytest.param(128, ((1, 700), (1, 3000)), 0, 2, id="many-heads-in-parts"),
+        pytest.param(128, ((1, 33), (9, 3), (2, 50)), 2, 1, id="many-heads-whole"),
+    ],
+)
+def test_hopper_equals_the_oracle(num_heads, rows, num_padding, splits):
+    """Programs of a context bring their parts together themselves, and leave the counters as they were."""
+    from pelton_backends.triton.attention.latent_hopper import HopperLatent
+
+    shape = {"num_heads": num_heads, "latent_dim": 512, "rope_dim": 64, "block_size": 16, "dtype": "bfloat16"}
+    query, cache, common, contexts = random_step(rows, num_padding=num_padding, **shape)
+    if not HopperLatent.serves(cache, latent_dim=512, dtype=torch.bfloat16):
+        pytest.skip("only on Hopper")
+    bound, want = HopperLatent(cache, num_heads=num_heads, scale=0.04), oracle(query, rows, contexts, 0.04, 512)
+    num_tokens = common.num_actual_tokens
+    for _ in range(3):
+        output = torch.full((*query.shape[:2], 512), 7.0, dtype=query.dtype, device=DEVICE)
+        bound(
+            query, output, common.query_start_loc, common.seq_lens, common.block_table, max_seq_len=common.max_seq_len,
+            splits=splits,
+        )  # fmt: skip
+        off = (output[:num_tokens].double().cpu() - want).norm(dim=-1) / want.norm(dim=-1)
+        assert off.max() < 5e-3
+        assert (output[num_tokens:] == 7.0).all(), "padding is left alone"
