@@ -232,7 +232,6 @@ class _Fp8Matrix:
             self.scale,
             self.bias,
             self.activation,
-            self.counters,
             self.input_scale,
             self.bound,
             norm,

@@ -24,11 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.ops.linear.handed_parts import hand_over, take
 from pelton_backends.triton.ops.linear.hopper_split_k import (
     can_multiply,
     fetch,
     paired_panels_of,
     panels_of,
+    scales_of_rows,
     store_result,
 )
 from pelton_backends.triton.runtime import has_pdl, launch_options
@@ -70,8 +72,7 @@ def mean_square(pieces, NUM: gl.constexpr):
 
 @gluon.jit
 def one_row_kernel(
-    hidden, residual, new_residual, norm, post_norm, input_scale, weight, weight_scale, bias, out, partials,
-    counters, eps, post_eps,
+    hidden, residual, new_residual, norm, post_norm, input_scale, weight, weight_scale, bias, out, partials, eps, post_eps,
     UNIT_OFFSET: gl.constexpr, POST_UNIT_OFFSET: gl.constexpr, BOUND: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
     ACTIVATION: gl.constexpr, R: gl.constexpr, C: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -108,6 +109,7 @@ def one_row_kernel(
             norms += (gl.load(norm + (part * OWN + i) % NUM * PIECE_SIZE + place),)
         if post_norm is not None:
             posts += (gl.load(post_norm + (part * OWN + i) % NUM * PIECE_SIZE + place),)
+    weight_scale = scales_of_rows(weight_scale, tile, N, ACTIVATION, R)
     gdc_launch_dependents()
     gdc_wait()
     raw = ()
@@ -181,18 +183,16 @@ def one_row_kernel(
     total = warpgroup_mma_wait(0, deps=(total,))
 
     if SPLIT > 1:
-        cells = (
-            gl.arange(0, R, gl.SliceLayout(1, layout))[:, None] * _COLUMNS
-            + gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))[None, :]
-        )
-        parts = partials + tile * (SPLIT * R * _COLUMNS)
-        gl.store(parts + part * (R * _COLUMNS) + cells, total)
-        gl.thread_barrier()  # all threads' stores come before the one thread's increment, which releases them
-        if gl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
-            gl.store(counters + tile, 0)
-            total = gl.load(parts + cells, cache_modifier=".cg")
-            for i in gl.static_range(1, SPLIT):
-                total += gl.load(parts + i * (R * _COLUMNS) + cells, cache_modifier=".cg")
+        places = gl.arange(0, R, gl.SliceLayout(1, layout))
+        parts = partials + tile * ((SPLIT - 1) * R) + places
+        if part < SPLIT - 1:  # all columns are the same
+            copy = gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))
+            hand_over(
+                (parts + part * R)[:, None] + copy[None, :] * 0, total, (copy == 0)[None, :] & (places >= 0)[:, None]
+            )
+        else:
+            for i in gl.static_range(SPLIT - 1):
+                total += take(parts + i * R, places >= 0)[:, None]
             store_result(total, weight_scale, scale, bias, out, tile, 0, 1, N, ACTIVATION, _COLUMNS, R)
     else:
         store_result(total, weight_scale, scale, bias, out, tile, 0, 1, N, ACTIVATION, _COLUMNS, R)
@@ -231,7 +231,7 @@ class OneRowProduct:
     """[norm of] one row, rounded, times one weight: (out [1, N], or activation(gate) * up [1, N / 2]; the new residual).
 
     Math as for `fp8.add_norm_rounded` (without `norm`: `fp8.rounded`) and `hopper_split_k.HopperProduct`; sums of squares are added
-    in another order. counters as there.
+    in another order. Parts of K are handed over (`handed_parts`).
     """
 
     def __init__(
@@ -240,24 +240,24 @@ class OneRowProduct:
         weight_scale: Tensor,
         bias: Tensor | None,
         activation: str | None,
-        counters: Tensor,
         input_scale: Tensor | None,
         bound: float | None,
         norm: Norm | None = None,
         post_norm: Norm | None = None,
         tiling: OneRowTiling | None = None,
     ) -> None:
-        self._weight, self._scale, self._bias, self._counters, self._input_scale = (
-            weight, weight_scale, bias, counters, input_scale
-        )  # fmt: skip
+        self._weight, self._scale, self._bias, self._input_scale = weight, weight_scale, bias, input_scale
         self._norm, self._post_norm = norm, post_norm
         out_features, in_features = weight.shape
         tiling = tiling or choose_one_row_tiling(out_features, in_features)
-        self._rows, self._split = tiling.rows, tiling.split
         describe = panels_of if activation is None else paired_panels_of
         self._described = describe(weight, out_features, tiling.rows, tiling.columns // 128)
         self._width = out_features if activation is None else out_features // 2
         self._grid = triton.cdiv(out_features, tiling.rows), tiling.split
+        self._parts = None
+        if tiling.split > 1:
+            places = self._grid[0] * (tiling.split - 1) * tiling.rows
+            self._parts = torch.zeros(places, dtype=torch.int32, device=weight.device)
         self._constants = {
             "UNIT_OFFSET": norm is not None and norm.unit_offset,
             "POST_UNIT_OFFSET": post_norm is not None and post_norm.unit_offset, "BOUND": bound, "N": out_features,
@@ -279,11 +279,6 @@ class OneRowProduct:
         """hidden, residual [1, K], contiguous."""
         norm, post_norm = self._norm, self._post_norm
         out = torch.empty((1, self._width), dtype=hidden.dtype, device=hidden.device)
-        partials = None
-        if self._split > 1:
-            partials = torch.empty(
-                self._grid[0] * self._split * self._rows * 8, dtype=torch.float32, device=hidden.device
-            )
         # Not in place: programs read the old row while others write the new one.
         total = hidden if residual is None and post_norm is None else torch.empty_like(hidden)
         _launch(
@@ -291,7 +286,7 @@ class OneRowProduct:
             self._grid,
             (
                 hidden, residual, None if total is hidden else total, norm and norm.weight, post_norm and post_norm.weight,
-                self._input_scale, self._described, self._scale, self._bias, out, partials, self._counters,
+                self._input_scale, self._described, self._scale, self._bias, out, self._parts,
                 norm.eps if norm else 0.0, post_norm.eps if post_norm else 0.0,
             ),
             self._constants, num_warps=4, **launch_options(has_pdl(hidden.device)),

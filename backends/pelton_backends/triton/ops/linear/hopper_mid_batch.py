@@ -131,18 +131,34 @@ def _copy(
 
 
 @gluon.jit
+def _scales_of(
+    weight_scale, row, N: gl.constexpr, ACTIVATION: gl.constexpr, R: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
+    """Scales of R columns of a result, in the order of the weight's rows in a buffer; read before the products (see `scales_of_rows`)."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, COLUMNS // 4])
+    column = gl.arange(0, R, gl.SliceLayout(0, layout))
+    if ACTIVATION is None:
+        return gl.load(weight_scale + gl.minimum(row + column, N - 1))
+    else:
+        HALF: gl.constexpr = N // 2
+        place = gl.minimum(row // 2 + column // 16 * 8 + column % 8, HALF - 1)
+        return gl.load(weight_scale + place + column // 8 % 2 * HALF)
+
+
+@gluon.jit
 def _store_result(
     total, weight_scale, x_scale, bias, out, row, token, num_tokens, N: gl.constexpr, ACTIVATION: gl.constexpr, R: gl.constexpr
 ):  # fmt: skip
-    """Scales, bias, activation and the only rounding of the product, of [64, R] float32; out is [T, N] or [T, N / 2]."""
+    """Scales, bias, activation and the only rounding of the product, of [64, R] float32; out is [T, N] or [T, N / 2]. The scales: of the
+    columns [R] and of the tokens [64], or None."""
     dtype: gl.constexpr = out.dtype.element_ty
+    if weight_scale is not None:
+        of_tokens = gl.convert_layout(x_scale, gl.SliceLayout(1, total.type.layout))
+        total = total * weight_scale[None, :] * of_tokens[:, None]
     if ACTIVATION is None:
         layout: gl.constexpr = total.type.layout
         tokens = token + gl.arange(0, _GROUP, gl.SliceLayout(1, layout))
         columns = row + gl.arange(0, R, gl.SliceLayout(0, layout))
-        if weight_scale is not None:
-            scale = gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))
-            total = total * gl.load(weight_scale + gl.minimum(columns, N - 1))[None, :] * scale[:, None]
         if bias is not None:
             total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[None, :]
         is_inside = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
@@ -155,10 +171,6 @@ def _store_result(
         half: gl.constexpr = gate.type.layout
         tokens = token + gl.arange(0, _GROUP, gl.SliceLayout(1, half))
         columns = row // 2 + gl.arange(0, R // 2, gl.SliceLayout(0, half))
-        if weight_scale is not None:
-            scale = gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))[:, None]
-            gate = gate * gl.load(weight_scale + gl.minimum(columns, HALF - 1))[None, :] * scale
-            up = up * gl.load(weight_scale + HALF + gl.minimum(columns, HALF - 1))[None, :] * scale
         if bias is not None:
             gate += gl.load(bias + gl.minimum(columns, HALF - 1)).to(gl.float32)[None, :]
             up += gl.load(bias + HALF + gl.minimum(columns, HALF - 1)).to(gl.float32)[None, :]
@@ -240,6 +252,18 @@ def _pass(
     a = _zeros(A, COLUMNS)
     b = _zeros(B if B > 0 else 16, COLUMNS)
     c = _zeros(C if C > 0 else 16, COLUMNS)
+    a_scale, b_scale, c_scale = weight_scale, weight_scale, weight_scale
+    if weight_scale is not None:  # noqa: SIM102
+        if SPLIT == 1:
+            a_scale = _scales_of(weight_scale, row, N, ACTIVATION, A, COLUMNS)
+            b_scale = _scales_of(weight_scale, row + A, N, ACTIVATION, B if B > 0 else 16, COLUMNS)
+            c_scale = _scales_of(weight_scale, row + A + B, N, ACTIVATION, C if C > 0 else 16, COLUMNS)
+    gdc_wait()
+    if x_scale is not None:  # noqa: SIM102
+        if SPLIT == 1:
+            layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, COLUMNS // 4])
+            tokens = token + gl.arange(0, _GROUP, gl.SliceLayout(1, layout))
+            x_scale = gl.load(x_scale + gl.minimum(tokens, num_tokens - 1))
     for i in range(done, done + STEPS):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
@@ -274,11 +298,11 @@ def _pass(
             partials, counters + slot, weight_scale, x_scale, bias, out, slot, part, row, token, num_tokens, N, R, SPLIT
         )
     else:
-        _store_result(a, weight_scale, x_scale, bias, out, row, token, num_tokens, N, ACTIVATION, A)
+        _store_result(a, a_scale, x_scale, bias, out, row, token, num_tokens, N, ACTIVATION, A)
         if B > 0:
-            _store_result(b, weight_scale, x_scale, bias, out, row + A, token, num_tokens, N, ACTIVATION, B)
+            _store_result(b, b_scale, x_scale, bias, out, row + A, token, num_tokens, N, ACTIVATION, B)
         if C > 0:
-            _store_result(c, weight_scale, x_scale, bias, out, row + A + B, token, num_tokens, N, ACTIVATION, C)
+            _store_result(c, c_scale, x_scale, bias, out, row + A + B, token, num_tokens, N, ACTIVATION, C)
 
 
 @gluon.jit
@@ -289,7 +313,6 @@ def _multiply(
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of x by the program's rows of the weight, R and then the rest of RUN."""
-    gdc_wait()
     _pass(
         G, 0, weight_scale, x_scale, bias, out, partials, counters, weights, rows, ready, free, row, slot * GROUPS + G, part,
         token + G * _GROUP, num_tokens, N, ACTIVATION, STEPS, R, SLOT, GROUPS, STAGES, SPLIT,

@@ -69,20 +69,40 @@ def scale_of(x_scale, tokens, num_tokens):
 
 
 @gluon.jit
+def scales_of_rows(weight_scale, tile, N: gl.constexpr, ACTIVATION: gl.constexpr, R: gl.constexpr):
+    """Scales of a tile's rows [R], for `store_result`. Where they are read at the end they come from memory while nothing else does:
+    what the products before have read since has taken their place in the second-level cache."""
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
+    row = gl.arange(0, R, gl.SliceLayout(1, layout))
+    if ACTIVATION is None:
+        return gl.load(weight_scale + gl.minimum(tile * R + row, N - 1))
+    else:
+        HALF: gl.constexpr = N // 2
+        return gl.load(weight_scale + gl.minimum(tile * (R // 2) + row // 2, HALF - 1) + row % 2 * HALF)
+
+
+@gluon.jit
+def scales_of_tokens(x_scale, token, num_tokens, M: gl.constexpr):
+    """Scales of a tile's rows of x [1, M], for `store_result`."""
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
+    return scale_of(x_scale, token + gl.arange(0, M, gl.SliceLayout(0, layout)), num_tokens)
+
+
+@gluon.jit
 def store_result(
     total, weight_scale, x_scale, bias, out, tile, token, num_tokens,
     N: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """Scales, bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]."""
+    """Scales, bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]. The scales: None,
+    or as `scales_of_rows` and `scales_of_tokens` give them."""
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
     total = gl.convert_layout(total, layout)
+    if weight_scale is not None:
+        total = total * weight_scale[:, None] * x_scale
     if ACTIVATION is None:
         columns = tile * R + gl.arange(0, R, gl.SliceLayout(1, layout))
         tokens = token + gl.arange(0, M, gl.SliceLayout(0, layout))
-        if weight_scale is not None:
-            scale = scale_of(x_scale, tokens, num_tokens)
-            total = total * gl.load(weight_scale + gl.minimum(columns, N - 1))[:, None] * scale
         if bias is not None:
             total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[:, None]
         is_inside = (tokens < num_tokens)[None, :] & (columns < N)[:, None]
@@ -93,10 +113,6 @@ def store_result(
         half: gl.constexpr = gate.type.layout
         columns = tile * (R // 2) + gl.arange(0, R // 2, gl.SliceLayout(1, half))
         tokens = token + gl.arange(0, M, gl.SliceLayout(0, half))
-        if weight_scale is not None:
-            scale = scale_of(x_scale, tokens, num_tokens)
-            gate = gate * gl.load(weight_scale + gl.minimum(columns, HALF - 1))[:, None] * scale
-            up = up * gl.load(weight_scale + HALF + gl.minimum(columns, HALF - 1))[:, None] * scale
         if bias is not None:
             gate += gl.load(bias + gl.minimum(columns, HALF - 1)).to(gl.float32)[:, None]
             up += gl.load(bias + HALF + gl.minimum(columns, HALF - 1)).to(gl.float32)[:, None]
@@ -180,10 +196,14 @@ def multiply_kernel(
         mbarrier.expect(row_barriers.index(i), x.block_type.nbytes)
     for i in gl.static_range(STAGES):
         fetch(weight, row, first + i * PANELS, weight_barriers.index(i), weights.index(i), IS_PAIRED)
+    if weight_scale is not None:
+        weight_scale = scales_of_rows(weight_scale, tile, N, ACTIVATION, R)
     gdc_launch_dependents()
     gdc_wait()
     for i in gl.static_range(STAGES):
         fetch(x, token, first + i * PANELS, row_barriers.index(i), rows.index(i), False)
+    if x_scale is not None:
+        x_scale = scales_of_tokens(x_scale, token, num_tokens, M)
 
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, INNER])
     total = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
