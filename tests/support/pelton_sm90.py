@@ -59,6 +59,7 @@ from pelton.ops.interface import (
 from pelton.ops.moe import RoutingSpec
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
+from pelton_backends.triton.attention import latent_hopper
 from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.context_part import context_part_attention
 from pelton_backends.triton.attention.decode import NewTokens, NormRope, decode_attention
@@ -72,6 +73,7 @@ from pelton_backends.triton.ops import logits as head
 from pelton_backends.triton.ops.linear import (
     coded,
     fp8,
+    fp8_many,
     fp8_one_row,
     gemv,
     hopper_matmul,
@@ -129,6 +131,7 @@ E4M3 = {
     "down in e4m3": (fp8.Fp8Linear, (1, 3072, 1024), {"norm": False}),
     "large gate and up in e4m3": (fp8.Fp8AddNormGatedLinear, (1, 1024, 17408), GATED),
     "down of 32 rows in e4m3": (fp8.Fp8Linear, (32, 3072, 1024), {"norm": False}),
+    "one row of a long matrix in e4m3": (fp8.Fp8Linear, (1, 14336, 4096), {"norm": False}),
 }
 ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "QKV with an adapter": (lora_gemv.LoraGemvAddNormLinear, [0], {"size": 1024, "parts": (2048, 1024, 1024), "norm": True}),
@@ -237,6 +240,15 @@ class Attention:
             self.lengths[:2], self.table, scale=1.0, latent_dim=latent_dim, max_seq_len=8192,
         )  # fmt: skip
 
+    def hopper_latent(self) -> None:
+        """The kernel for Hopper: 16 heads in one program, in four and in 32 that share a context, and 128 heads."""
+        cache = torch.zeros(4, BLOCK_SIZE, 576, dtype=getattr(torch, self.dtype))
+        for heads, splits in ((16, 1), (16, 4), (16, 32), (128, 2)):
+            latent_hopper.HopperLatent(cache, num_heads=heads, scale=1.0)(
+                self._empty(2, heads, 576), self._empty(2, heads, 512), self.starts[:3], self.lengths[:2], self.table,
+                max_seq_len=8192, splits=splits,
+            )  # fmt: skip
+
     def sparse(self) -> None:
         """DeepSeek-V3.2's sizes: the choice among 8,192 tokens, and attention to 2,048."""
         tokens, heads, latent_dim, rope_dim, index_heads, index_dim = 2, 16, 512, 64, 64, 128
@@ -313,6 +325,11 @@ class Attention:
             UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True, num_warps=4, maxnreg=norm_kernel.MOST_REGISTERS,
             launch_pdl=True,
         )  # fmt: skip
+
+    def many_gated(self) -> None:
+        """gate and up of many rows in e4m3."""
+        x, scale = torch.zeros(384, 512, dtype=torch.float8_e4m3fn), torch.zeros(512)
+        fp8_many.e4m3_gated_matmul(x, scale, torch.zeros(512, 512, dtype=x.dtype), scale, torch.bfloat16, "silu")
 
     def sent(self) -> None:
         """A product whose rows go to another rank on the way, and their sum."""
@@ -524,8 +541,10 @@ def main(*arguments: str) -> None:
         fp8_one_row.has_pdl
     ) = lambda device: True
     hopper_vocab.has_pdl = hopper_wide_vocab.has_pdl = hopper_mid_batch.has_pdl = head.has_pdl = lambda device: True
-    hopper_matmul.is_hopper = lambda device: True
-    lora_hopper.num_sms = hopper_many.num_sms = large_batch.num_sms = lambda device: 132
+    hopper_matmul.is_hopper = latent_hopper.has_pdl = lambda device: True
+    fp8_many.num_sms = latent_hopper.num_sms = lora_hopper.num_sms = hopper_many.num_sms = large_batch.num_sms = (
+        lambda device: 132
+    )
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to

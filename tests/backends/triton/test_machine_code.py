@@ -29,8 +29,9 @@ IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (
-    *WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_INTEGERS, "dealt", "latent", "sparse", "sampling with all", "speculation", "drafts",
-    "parts", "sums", "sent", "logits", "shares", "states", "delta_rule", "other_states", "gate and up of 128 rows",
+    *WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_INTEGERS, "one row of a long matrix in e4m3", "many_gated", "dealt", "latent",
+    "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent", "logits", "shares", "states",
+    "delta_rule", "other_states", "gate and up of 128 rows",
 )  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
@@ -72,6 +73,14 @@ def test_latents_of_deepseeks_size_have_kernels(bfloat16: Kernels) -> None:
     attend, merge = bfloat16("latent")
     assert (attend["kernel"], merge["kernel"]) == ("latent_attention_kernel", "merge_kernel")
     assert attend["stack"] == merge["stack"] == 0
+
+
+def test_latents_on_hopper_take_one_launch(bfloat16: Kernels) -> None:
+    """Whatever shares a context brings its parts together itself: of one, four and 32 programs, and with 128 heads."""
+    kernels = bfloat16("hopper_latent")
+    assert [kernel["kernel"] for kernel in kernels] == ["hopper_latent_kernel"] * 4
+    assert [kernel["stack"] for kernel in kernels[:3]] == [0] * 3
+    assert ["ATOMG" in kernel["instructions"] for kernel in kernels] == [False, True, True, True]
 
 
 def test_sparse_attention_of_deepseeks_size_keeps_all_in_registers(bfloat16: Kernels) -> None:
@@ -192,6 +201,18 @@ def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers(bfloa
     assert "QGMMA" in kernels[-1]["instructions"], "many rows are multiplied by tensor cores in e4m3"
     code = kernels[2]["instructions"]
     assert "UTMALDG" in code[: code.index("ACQBULK")] and "QGMMA" in code, "weights are on their way before the wait"
+
+
+def test_parts_of_one_row_are_handed_over_without_a_counter(bfloat16: Kernels) -> None:
+    (kernel,) = bfloat16("one row of a long matrix in e4m3")
+    code = kernel["instructions"]
+    assert kernel["kernel"] == "one_row_kernel" and kernel["stack"] == 0
+    assert not WRITES & set(code[: code.index("ACQBULK")]) and not {"ATOM", "ATOMG", "RED", "REDG"} & set(code)
+
+
+def test_gate_and_up_of_many_rows_in_e4m3_leave_by_the_copy_engine(bfloat16: Kernels) -> None:
+    (kernel,) = bfloat16("many_gated")
+    assert kernel["kernel"] == "e4m3_gated_kernel" and {"QGMMA", "UTMALDG", "UTMASTG"} <= set(kernel["instructions"])
 
 
 def test_logits_fetch_before_they_wait_and_leave_only_the_best(bfloat16: Kernels) -> None:
