@@ -135,6 +135,15 @@ def test_one_expert_has_all_tokens(device: torch.device) -> None:
     assert tensors.load.tolist()[1:] == [0] * 5
 
 
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_of_equal_scores_the_first_experts_are_chosen(num_tokens: int, device: torch.device) -> None:
+    needs, tensors, x, slots = moe_case(device, RoutingSpec(num_experts=6, top_k=4), num_tokens)
+    tensors.router.zero_()
+    check_moe(TritonMoe, needs, tensors, x, slots, tolerance=1e-4)
+    assert tensors.load is not None
+    assert tensors.load.tolist() == [int((slots >= 0).sum())] * 4 + [0, 0]
+
+
 def test_both_ways_are_taken() -> None:
     assert 5 * 2 <= FEW_PAIRS < 40
 

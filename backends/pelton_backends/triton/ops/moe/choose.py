@@ -121,16 +121,15 @@ def _scores(logits_ptr, bias_ptr, correction_ptr, row, places, mask, E: tl.const
 
 
 @triton.jit
-def _keys(values, places, LAST: tl.constexpr):
-    """A whole number for each value that says how good it is and, of equal ones, which comes first: a choice is one maximum."""
+def _keys(values):
+    """Return whole numbers in the order of `values`: of 32 bits a device finds the largest in one instruction, of 64 in many."""
     bits = values.to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (LAST - places)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _value_of(key):
-    high = (key >> 32).to(tl.int32)
-    return (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -170,16 +169,17 @@ def route_kernel(
     column = tl.arange(0, KB)
     experts = tl.full((KB,), E, tl.int32)
     weights = tl.zeros((KB,), tl.float32)
-    keys = _keys(choice, places, GB * SIZE + SB)
+    keys = _keys(choice)
     for j in tl.static_range(K):
         best = tl.max(tl.max(keys, axis=1), axis=0)
-        found = GB * SIZE + SB - (best & 0xFFFFFFFF).to(tl.int32)
+        # Of equal ones the first.
+        found = tl.min(tl.min(tl.where(keys == best, places, GB * SIZE + SB), axis=1), axis=0)
         weight = _value_of(best)
         if correction_ptr is not None:
             weight = tl.sum(tl.sum(tl.where((places == found) & mask, scores, 0.0), axis=1), axis=0)
         experts = tl.where(column == j, tl.minimum(found, E - 1), experts)
         weights = tl.where(column == j, weight, weights)
-        keys = tl.where(keys == best, -0x8000000000000000, keys)
+        keys = tl.where(places == found, -0x80000000, keys)
     if IS_RENORMALIZED:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
     if copies_ptr is not None:

@@ -137,7 +137,11 @@ def combine_kernel(
         if not IS_WHOLE:
             is_token = tl.load(expert_ptr + pair) < E
         if place_ptr is None:
-            result += tl.load(pair_ptr + pair * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
+            if IS_WHOLE:  # read before it is known whether this is padding, whose numbers may be any
+                part = tl.load(pair_ptr + pair * H + columns, mask=mask, other=0.0).to(tl.float32)
+                result += tl.where(is_token, part, 0.0)
+            else:
+                result += tl.load(pair_ptr + pair * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
         else:
             place = tl.load(place_ptr + pair, mask=is_token, other=0).to(tl.int64)
             share = tl.load(share_ptr + pair)
@@ -166,8 +170,8 @@ def place_kernel(
     before = tl.cumsum(tiles, axis=0) - tiles
     pairs = program * BLOCK + tl.arange(0, BLOCK)
     experts = tl.load(expert_ptr + pairs, mask=pairs < num_pairs, other=E)
-    ranks = tl.load(rank_ptr + pairs, mask=experts < E, other=0)
-    places = tl.sum(tl.where(experts[:, None] == bins[None, :], before[None, :], 0), axis=1) * BM + ranks
+    ranks = tl.load(rank_ptr + pairs, mask=pairs < num_pairs, other=0)
+    places = tl.gather(before, tl.minimum(experts, EB - 1), axis=0) * BM + ranks
     tl.store(place_ptr + pairs, places, mask=experts < E)
     tl.store(source_ptr + places, pairs // K, mask=experts < E)
     if program == 0:
