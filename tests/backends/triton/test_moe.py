@@ -12,6 +12,7 @@ from pelton.ops.interface import NormSpec
 from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, Moe, MoeNeeds, MoeTensors, RoutingSpec
 from pelton.ops.selector import reasons_against
 from pelton_backends.reference.composed_moe import ComposedAddNormMoe
+from pelton_backends.reference.moe import ReferenceMoe
 from pelton_backends.triton.ops.moe import hopper, streamed
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
@@ -311,11 +312,18 @@ def test_other_sizes_are_not_streamed(sizes: tuple[int, int, int, int], why: str
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [40, 128, 200])
 def test_streamed_experts_stay_near(num_tokens: int, device: torch.device) -> None:
-    """Choices that are even, and the same for all tokens: most pairs are in tiles beyond an expert's first, and most experts have none."""
+    """Choices that are even, and the same for all tokens: most pairs are in tiles beyond an expert's first, and most experts have none.
+
+    The reference rounds too: its rows are off by up to 0.007 of their norm from sums in float64, on a CPU. A few rows may have other
+    experts, where two are almost equally good."""
     routing = RoutingSpec(num_experts=64, top_k=4)
     needs, tensors, x, slots = moe_case(
         device, routing, num_tokens, torch.bfloat16, sizes=(2048, 256), weight_format="e4m3"
     )
-    check_moe(TritonMoe, needs, tensors, x, slots, tolerance=0.06)
-    tensors.router.zero_()
-    check_moe(TritonMoe, needs, tensors, x, slots, tolerance=0.06)
+    for _ in range(2):
+        want = ReferenceMoe.bind(needs, tensors)(x.clone(), slots).float()
+        got = TritonMoe.bind(needs, tensors)(x, slots).float()
+        assert not got[slots < 0].any()
+        off = ((got - want).norm(dim=1) / want.norm(dim=1))[slots >= 0]
+        assert (off < 0.015).float().mean() > 0.95
+        tensors.router.zero_()
