@@ -73,7 +73,6 @@ from pelton_backends.triton.ops import logits as head
 from pelton_backends.triton.ops.linear import (
     coded,
     fp8,
-    fp8_many,
     fp8_one_row,
     gemv,
     hopper_matmul,
@@ -329,7 +328,8 @@ class Attention:
     def many_gated(self) -> None:
         """gate and up of many rows in e4m3."""
         x, scale = torch.zeros(384, 512, dtype=torch.float8_e4m3fn), torch.zeros(512)
-        fp8_many.e4m3_gated_matmul(x, scale, torch.zeros(512, 512, dtype=x.dtype), scale, torch.bfloat16, "silu")
+        weight = torch.zeros(512, 512, dtype=x.dtype)
+        hopper_matmul.hopper_matmul(x, weight, "silu", scales=(scale, scale), dtype=torch.bfloat16)
 
     def sent(self) -> None:
         """A product whose rows go to another rank on the way, and their sum."""
@@ -542,7 +542,7 @@ def main(*arguments: str) -> None:
     ) = lambda device: True
     hopper_vocab.has_pdl = hopper_wide_vocab.has_pdl = hopper_mid_batch.has_pdl = head.has_pdl = lambda device: True
     hopper_matmul.is_hopper = latent_hopper.has_pdl = lambda device: True
-    fp8_many.num_sms = latent_hopper.num_sms = lora_hopper.num_sms = hopper_many.num_sms = large_batch.num_sms = (
+    hopper_matmul.num_sms = latent_hopper.num_sms = lora_hopper.num_sms = hopper_many.num_sms = large_batch.num_sms = (
         lambda device: 132
     )
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True

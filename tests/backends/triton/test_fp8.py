@@ -18,7 +18,7 @@ from pelton_backends.reference.ops import (
     ReferenceAddNormLinear,
     ReferenceGated,
 )
-from pelton_backends.triton.ops.linear import fp8, fp8_many, fp8_one_row, hopper_split_k
+from pelton_backends.triton.ops.linear import fp8, fp8_one_row, hopper_matmul, hopper_split_k
 from pelton_backends.triton.ops.linear.fp8 import Fp8AddNormGatedLinear, Fp8AddNormLinear, Fp8Linear
 from pelton_backends.triton.ops.linear.hopper_mid_batch import choose_e4m3_tiling
 from pelton_backends.triton.ops.pieces import Norm
@@ -176,7 +176,7 @@ def test_few_rows_with_copies_ahead(op, num_rows, device):
 def test_tiles_of_gate_and_up(num_rows, in_features, out_features, activation, device):
     """Rows and columns that no tile divides, and tiles of the last round in two halves."""
     weight = torch.randn(out_features, in_features, device=device)
-    if not fp8_many.can_multiply_many_e4m3(weight.to(torch.float8_e4m3fn)):
+    if not hopper_matmul.can_multiply_many(weight.to(torch.float8_e4m3fn)):
         pytest.skip("only on Hopper")
     scales = row_scales(weight)
     numbers = round_rows(weight, scales)
@@ -184,7 +184,7 @@ def test_tiles_of_gate_and_up(num_rows, in_features, out_features, activation, d
     gate, up = ((rows.float() * row_scale[:, None]) @ (numbers.float() * scales[:, None]).T).chunk(2, dim=1)
     want = (F.silu(gate) if activation == "silu" else F.gelu(gate)) * up
     for _ in range(2):
-        got = fp8_many.e4m3_gated_matmul(rows, row_scale, numbers, scales, torch.bfloat16, activation)
+        got = hopper_matmul.hopper_matmul(rows, numbers, activation, scales=(row_scale, scales), dtype=torch.bfloat16)
         assert (got.float() - want).norm() <= 6e-3 * want.norm()
 
 

@@ -212,7 +212,7 @@ def test_parts_of_one_row_are_handed_over_without_a_counter(bfloat16: Kernels) -
 
 def test_gate_and_up_of_many_rows_in_e4m3_leave_by_the_copy_engine(bfloat16: Kernels) -> None:
     (kernel,) = bfloat16("many_gated")
-    assert kernel["kernel"] == "e4m3_gated_kernel" and {"QGMMA", "UTMALDG", "UTMASTG"} <= set(kernel["instructions"])
+    assert kernel["kernel"] == "hopper_matmul_kernel" and {"QGMMA", "UTMALDG", "UTMASTG"} <= set(kernel["instructions"])
 
 
 def test_logits_fetch_before_they_wait_and_leave_only_the_best(bfloat16: Kernels) -> None:

@@ -3,7 +3,7 @@
 Inputs are divided by a scale (of each row, from its largest number; or one that the checkpoint gives), rounded, and the product
 is multiplied by the scales of row and matrix. One row takes a kernel that does the rounding itself: of a matrix of
 `ONE_ROW_NUMBERS` or more one that streams it (`fp8_one_row.py`), else a matrix-vector kernel. Up to `MAX_STREAMED` rows take a kernel
-that streams the matrix too; more take `torch._scaled_mm` (cuBLAS), many rows of gate and up the tiles of `fp8_many.py`. All round alike.
+that streams the matrix too; more take `torch._scaled_mm` (cuBLAS), many rows of gate and up `hopper_matmul`. All round alike.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from pelton.ops.interface import (
 )
 from pelton_backends.triton.launch import Launcher, alignment, launch
 from pelton_backends.triton.ops.linear.fp8_gemv import fp8_add_norm_linear_kernel, fp8_linear_kernel
-from pelton_backends.triton.ops.linear.fp8_many import can_multiply_many_e4m3, e4m3_gated_matmul
 from pelton_backends.triton.ops.linear.fp8_one_row import OneRowProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES
-from pelton_backends.triton.ops.linear.hopper_matmul import share_of_work
+from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct, choose_e4m3_tiling
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.linear.large_batch import add_norm_row, gated
@@ -55,7 +54,7 @@ than their weights."""
 STREAMED_NUMBERS = 32 << 20
 """From here on, where that kernel does not take the row, what more rows take is faster than a matrix-vector kernel."""
 MIN_TILED_ROWS, MIN_TILED_SHARE = 4096, 0.95
-"""From here on gate and up are multiplied in the tiles of `fp8_many`: Llama-3.1-8B's with 16,384 rows in 2,652 us, for 2,877 by cuBLAS and
+"""From here on gate and up are multiplied by `hopper_matmul`: Llama-3.1-8B's with 16,384 rows in 2,652 us, for 2,877 by cuBLAS and
 `gated` (H200; of QKV, O and down nothing is known)."""
 MULTIPLE = 16  # of rows and columns of a matrix: what `torch._scaled_mm` takes
 
@@ -200,7 +199,7 @@ def choose_fp8_tile(in_features: int, *, has_norm: bool, is_gated: bool) -> Tile
 
 
 def is_for_tiles(num_rows: int, out_features: int, in_features: int, activation: str | None, programs: int) -> bool:
-    """Return whether so many rows of gate and up go to the tiles of `fp8_many`."""
+    """Return whether so many rows of gate and up go to `hopper_matmul`."""
     share = share_of_work(num_rows, out_features, in_features, programs, activation)
     return num_rows >= MIN_TILED_ROWS and share >= MIN_TILED_SHARE
 
@@ -232,7 +231,7 @@ class _Fp8Matrix:
         if can_multiply(self.weight):
             self.few = HopperProduct(self.weight, self.bias, activation, self.counters, self.scale)
             self.more = MidBatchProduct(self.weight, self.bias, activation, self.counters, self.scale)
-        self.takes_tiles = activation is not None and self.bias is None and can_multiply_many_e4m3(self.weight)
+        self.takes_tiles = activation is not None and self.bias is None and can_multiply_many(self.weight)
         self.num_sms = num_sms(self.weight.device)
         self.streams_one = self.few is not None and self.weight.numel() >= STREAMED_NUMBERS
 
@@ -267,8 +266,7 @@ class _Fp8Matrix:
                 dtype=self.dtype,
             )  # fmt: skip
         if self.takes_tiles and is_for_tiles(num_rows, *self.weight.shape, self.activation, self.num_sms):
-            assert self.activation is not None
-            return e4m3_gated_matmul(rows, scales, self.weight, self.scale, self.dtype, self.activation)
+            return hopper_matmul(rows, self.weight, self.activation, scales=(scales, self.scale), dtype=self.dtype)
         out = torch._scaled_mm(
             rows, self.weight.T, scale_a=scales[:, None], scale_b=self.scale[None, :], bias=self.bias,
             out_dtype=self.dtype, use_fast_accum=True,

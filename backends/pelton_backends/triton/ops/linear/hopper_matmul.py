@@ -1,6 +1,7 @@
 """Products of many rows for Hopper, in Gluon: three warp groups multiply, and the first of them fetches for all.
 
-gate and up are one product whose epilogue is the activation: [T, 2 I] is never written.
+gate and up are one product whose epilogue is the activation: [T, 2 I] is never written. Numbers have two bytes, or are float8_e4m3fn with
+scales.
 
 Of two ranks that will add their results up, each has the copy engine write its tiles to the other's memory too, while the next ones are
 computed (`RowsToSend`): by the end of the product nearly all is there.
@@ -24,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pelton_backends.triton.launch import Launcher
-from pelton_backends.triton.ops.linear.hopper_split_k import activated
+from pelton_backends.triton.ops.linear.hopper_split_k import DTYPES, activated
 from pelton_backends.triton.ops.pieces import is_hopper
 from pelton_backends.triton.runtime import num_sms
 
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
 WARP_GROUPS = 3
 ROWS = 64  # of a warp group
 COLUMNS = 256
-STEP = 64  # numbers of a row that are fetched together
+STEP = 64  # numbers of two bytes of a row that are fetched together; of one byte twice as many
 STAGES = 3
 MIN_HALVED = 1024  # numbers of a row of which two programs may have half each
 GROUP = 10  # neighbouring row tiles that share a weight tile in L2: 132 tiles at a time are then about square
-_ROWS, _COLUMNS, _STEP, _STAGES = gl.constexpr(ROWS), gl.constexpr(COLUMNS), gl.constexpr(STEP), gl.constexpr(STAGES)
+_ROWS, _COLUMNS, _STAGES = gl.constexpr(ROWS), gl.constexpr(COLUMNS), gl.constexpr(STAGES)
 _WARP_GROUPS, _GROUP = gl.constexpr(WARP_GROUPS), gl.constexpr(GROUP)
 _HALF = gl.constexpr(COLUMNS // 2)
 _STEP_BYTES = gl.constexpr((WARP_GROUPS * ROWS + COLUMNS) * STEP * 2)
@@ -78,16 +79,17 @@ def piece_of(turn, num_tiles, num_halved, num_steps):
 @gluon.jit
 def fetch_step(x, weight, left, right, barrier, stage, row, column, k, size, IS_GATED: gl.constexpr):
     """One step's numbers of the tile's rows of x, and of its rows of the weight."""
+    STEP: gl.constexpr = x.block_type.shape[1]
     mbarrier.expect(barrier, _STEP_BYTES)
     for i in gl.static_range(_WARP_GROUPS):
         rows = left.index(stage * _WARP_GROUPS + i)
-        tma.async_copy_global_to_shared(x, [(row * _WARP_GROUPS + i) * _ROWS, k * _STEP], barrier, rows)
+        tma.async_copy_global_to_shared(x, [(row * _WARP_GROUPS + i) * _ROWS, k * STEP], barrier, rows)
     if IS_GATED:  # 128 columns of the result: as many rows of gate, and as many of up
         gate, up = right.index(stage).slice(0, _HALF), right.index(stage).slice(_HALF, _HALF)
-        tma.async_copy_global_to_shared(weight, [column * _HALF, k * _STEP], barrier, gate)
-        tma.async_copy_global_to_shared(weight, [size + column * _HALF, k * _STEP], barrier, up)
+        tma.async_copy_global_to_shared(weight, [column * _HALF, k * STEP], barrier, gate)
+        tma.async_copy_global_to_shared(weight, [size + column * _HALF, k * STEP], barrier, up)
     else:
-        tma.async_copy_global_to_shared(weight, [column * _COLUMNS, k * _STEP], barrier, right.index(stage))
+        tma.async_copy_global_to_shared(weight, [column * _COLUMNS, k * STEP], barrier, right.index(stage))
 
 
 @gluon.jit
@@ -102,6 +104,14 @@ def activated_tile(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
     else:
         result = activated(gate, up, ACTIVATION, dtype)
     return result
+
+
+@gluon.jit
+def _scaled(half, weight_scale, of_rows, column, end):
+    """Numbers of 128 columns from `column` on, times their scales and those of their rows."""
+    columns = column + gl.arange(0, _HALF, gl.SliceLayout(0, half.type.layout))
+    of_columns = gl.load(weight_scale + gl.minimum(columns, end - 1))
+    return half * of_columns[None, :] * gl.convert_layout(of_rows, gl.SliceLayout(1, half.type.layout))[:, None]
 
 
 @gluon.jit
@@ -140,12 +150,13 @@ def _count_part(counts, block):
 
 @gluon.jit
 def _multiply(
-    INDEX: gl.constexpr, x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, left, right, buffer,
-    ready, free,
-    num_row_tiles, num_column_tiles, size, num_steps, num_halved, ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
+    INDEX: gl.constexpr, x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls,
+    left, right, buffer, ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps, num_halved,
+    ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of every tile. The first one fetches two steps ahead, and into the next tile."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 16])
+    INNER: gl.constexpr = 256 // x.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, INNER])
     IS_GATED: gl.constexpr = ACTIVATION is not None
     dtype: gl.constexpr = out.dtype
     num_tiles = num_row_tiles * num_column_tiles
@@ -220,8 +231,13 @@ def _multiply(
                 while seen == 0:
                     seen = gl.atomic_add(arrived + slot, 0, sem="acquire", scope="gpu")
                 total += gl.load(parts + slot * (_ROWS * _COLUMNS) + cells, cache_modifier=".cg")
+            if x_scale is not None:
+                of_rows = gl.load(
+                    x_scale + gl.minimum(row + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
+                )
             first, second = gl.split(gl.permute(gl.reshape(total, (_ROWS, 2, _HALF)), (0, 2, 1)))
             if ACTIVATION is None:
+                gl.static_assert(x_scale is None, "of numbers with scales gate and up alone")
                 if SENT_BLOCKS:  # noqa: SIM102
                     if pending >= 0:
                         _count_part(counts, pending)
@@ -233,6 +249,9 @@ def _multiply(
                     _send_tile(even_copy, odd_copy, parity, buffer, row, column * _COLUMNS + _HALF)
                     pending = row // _ROWS
             else:
+                if x_scale is not None:
+                    first = _scaled(first, weight_scale, of_rows, column * _HALF, size)
+                    second = _scaled(second, weight_scale + size, of_rows, column * _HALF, size)
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
                 store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
         turn += 1
@@ -252,11 +271,12 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["num_rows", "size", "in_features", "num_halved"])
 def hopper_matmul_kernel(
-    x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, num_rows, size, in_features, num_halved,
-    ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
+    x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, num_rows, size,
+    in_features, num_halved, ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Persistent: programs take tiles in turn, and halves of the last `num_halved` ones. `size` columns of the result.
 
+    x_scale, weight_scale: [T], and of the weight's rows, float32, of numbers of one byte; else None
     parts        [num_halved, 3, 64, 256] float32, for the sums of first halves
     arrived      [num_halved, 3] int32, zeros
     even_copy, odd_copy, counts, own_counts, calls: as `RowsToSend` has them, None where nothing is sent
@@ -264,13 +284,13 @@ def hopper_matmul_kernel(
     """
     TILE_ROWS: gl.constexpr = _WARP_GROUPS * _ROWS
     TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    STEP: gl.constexpr = x.block_type.shape[1]
     num_row_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
     num_column_tiles = (size + TILE_COLUMNS - 1) // TILE_COLUMNS
-    num_steps = (in_features + _STEP - 1) // _STEP
-    left = gl.allocate_shared_memory(x.dtype, [_STAGES * _WARP_GROUPS, _ROWS, _STEP], TILE)
-    right = gl.allocate_shared_memory(x.dtype, [_STAGES, _COLUMNS, _STEP], TILE)
-    buffers = gl.allocate_shared_memory(x.dtype, [_WARP_GROUPS, _ROWS, _HALF], TILE)
+    num_steps = (in_features + STEP - 1) // STEP
+    left = gl.allocate_shared_memory(x.dtype, [_STAGES * _WARP_GROUPS, _ROWS, STEP], x.layout)
+    right = gl.allocate_shared_memory(x.dtype, [_STAGES, _COLUMNS, STEP], x.layout)
+    buffers = gl.allocate_shared_memory(out.dtype, [_WARP_GROUPS, _ROWS, _HALF], out.layout)
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
@@ -280,19 +300,19 @@ def hopper_matmul_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                gl.constexpr(0), x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, left, right,
-                buffers.index(0), ready, free, num_row_tiles, num_column_tiles, size, num_steps, num_halved, ACTIVATION,
-                SENT_BLOCKS,
+                gl.constexpr(0), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
+                calls, left, right, buffers.index(0), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
+                num_halved, ACTIVATION, SENT_BLOCKS,
             )),
             (_multiply, (
-                gl.constexpr(1), x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, left, right,
-                buffers.index(1), ready, free, num_row_tiles, num_column_tiles, size, num_steps, num_halved, ACTIVATION,
-                SENT_BLOCKS,
+                gl.constexpr(1), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
+                calls, left, right, buffers.index(1), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
+                num_halved, ACTIVATION, SENT_BLOCKS,
             )),
             (_multiply, (
-                gl.constexpr(2), x, weight, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, left, right,
-                buffers.index(2), ready, free, num_row_tiles, num_column_tiles, size, num_steps, num_halved, ACTIVATION,
-                SENT_BLOCKS,
+                gl.constexpr(2), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
+                calls, left, right, buffers.index(2), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
+                num_halved, ACTIVATION, SENT_BLOCKS,
             )),
         ],
         [4, 4],
@@ -304,10 +324,10 @@ _launch = Launcher(hopper_matmul_kernel)
 
 
 def can_multiply_many(weight: Tensor) -> bool:
-    """Return whether the copy engine can read it and write the result: two-byte numbers, rows that begin at multiples of 16 bytes."""
+    """Return whether the copy engine can read it and write the result: rows that begin at multiples of 16 bytes."""
     is_readable = weight.is_contiguous() and weight.data_ptr() % 16 == 0
-    is_readable = is_readable and weight.shape[0] % 16 == 0 and weight.shape[1] % 8 == 0
-    return is_hopper(weight.device) and is_readable and weight.dtype in (torch.bfloat16, torch.float16)
+    is_readable = is_readable and weight.shape[0] % 16 == 0 and weight.shape[1] * weight.element_size() % 16 == 0
+    return is_hopper(weight.device) and is_readable and weight.dtype in DTYPES
 
 
 def num_tiles(num_rows: int, out_features: int, activation: str | None) -> int:
@@ -334,15 +354,21 @@ def share_of_work(
     return tiles / (rounds * programs) * num_rows / (triton.cdiv(num_rows, WARP_GROUPS * ROWS) * WARP_GROUPS * ROWS)
 
 
-def hopper_matmul(x: Tensor, weight: Tensor, activation: str | None = None, sent: RowsToSend | None = None) -> Tensor:
+def hopper_matmul(
+    x: Tensor, weight: Tensor, activation: str | None = None, sent: RowsToSend | None = None, *,
+    scales: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """x @ weight.T, or activation(x @ gate.T) * (x @ up.T).
 
-    x       [T, K]  fp16 or bf16; rows begin at multiples of 16 bytes
-    weight  [N, K]  dtype of x, contiguous, K a multiple of 8; with an activation gate's rows, then up's, N = 2 I
+    x       [T, K]  fp16 or bf16, with an activation also float8_e4m3fn; rows begin at multiples of 16 bytes
+    weight  [N, K]  dtype of x, contiguous, rows of a multiple of 16 bytes; with an activation gate's rows, then up's, N = 2 I
     sent    without an activation: where the result goes too, at most as many rows as there is room for; see `RowsToSend`
+    scales  of float8_e4m3fn: those of x [T] and of the weight [N], float32, which sums are multiplied by
+    dtype   of the result, of two bytes, where x has one
     -> [T, N] or [T, I], contiguous; N or I a multiple of 8
 
-    Sums in float32; products (gate, up), the activation and its product with up are rounded as in `pelton.ops.reference`.
+    Sums in float32, of float8_e4m3fn as the tensor cores make them; products (gate, up), the activation and its product with up are
+    rounded as in `pelton.ops.reference`.
     Tiles come and go through tensor descriptors: the copy engine fills in zeros outside and cuts off what is too much.
 
     On an H200 with random bf16, kept busy, products are bound by its 700 W (1,440 to 1,530 MHz): fewer bytes from L2 make them
@@ -350,11 +376,11 @@ def hopper_matmul(x: Tensor, weight: Tensor, activation: str | None = None, sent
     without halved tiles 10.38; in another run that 10.63, with tiles of 128 x 256 10.80 to 10.97, with cuBLAS and one product for
     gate and up of 128 x 256 tiles 10.87 to 11.02. gate and up against cuBLAS and `gated`: 2,048 rows 716 us (754); Qwen3-0.6B's
     39 (47), 16,384 rows 310 (368). Without an activation 1 to 6 % faster than cuBLAS where `share_of_work` is 0.94 or more,
-    slower at 0.86.
+    slower at 0.86. gate and up of float8_e4m3fn at 16,384 rows 2,652 us (1,451 TFLOP/s), for 2,877.
     """
     num_rows, in_features = x.shape
     size = weight.shape[0] if activation is None else weight.shape[0] // 2
-    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, size), dtype=dtype or x.dtype, device=x.device)
     if num_rows == 0:
         return out
     columns = COLUMNS if activation is None else COLUMNS // 2
@@ -362,7 +388,8 @@ def hopper_matmul(x: Tensor, weight: Tensor, activation: str | None = None, sent
     halved = halved_tiles(tiles, in_features, programs)
     parts = torch.empty((halved, WARP_GROUPS, ROWS, COLUMNS), dtype=torch.float32, device=x.device)
     arrived = torch.zeros((halved, WARP_GROUPS), dtype=torch.int32, device=x.device)
-    tile = gl.NVMMASharedLayout(128, 16, rank=2)
+    tile, tile_of_x = (gl.NVMMASharedLayout(128, 8 * one.element_size(), rank=2) for one in (out, x))
+    step, (x_scale, weight_scale) = 2 * STEP // x.element_size(), scales or (None, None)
     sending: tuple[Any, ...] = (None,) * 5
     if sent is not None:
         copies = (TensorDescriptor.from_tensor(copy[:num_rows], [ROWS, COLUMNS // 2], tile) for copy in sent.copies)
@@ -370,11 +397,11 @@ def hopper_matmul(x: Tensor, weight: Tensor, activation: str | None = None, sent
         out.pelton_parts = triton.cdiv(size, COLUMNS)  # type: ignore[attr-defined]
     blocks = 0 if sent is None else sent.counts.shape[1]
     _launch(
-        (x.dtype, x.device, activation, blocks),
+        (x.dtype, out.dtype, x.device, activation, blocks),
         (min(tiles + halved, programs),),
         (
-            TensorDescriptor.from_tensor(x, [ROWS, STEP], tile),
-            TensorDescriptor.from_tensor(weight, [columns, STEP], tile),
+            TensorDescriptor.from_tensor(x, [ROWS, step], tile_of_x),
+            TensorDescriptor.from_tensor(weight, [columns, step], tile_of_x), x_scale, weight_scale,
             TensorDescriptor.from_tensor(out, [ROWS, COLUMNS // 2], tile),
             parts, arrived, *sending, num_rows, size, in_features, halved,
         ),
