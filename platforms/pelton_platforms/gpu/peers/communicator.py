@@ -29,7 +29,7 @@ NCCL_FROM_BYTES, NCCL_FROM_BYTES_OF_TWO = 1 << 19, 1 << 21
 """Tensors from here on go over NCCL, whose data does not travel with a flag in each word; collectives of two ranks from the second
 on. On two H200s 1 MiB takes NCCL 23 us; 128 rows of 8 KiB are summed, added and normed in 11.7 (docs/parallelism.md). Each of three
 ranks has twice as much to send, and so on. Sums with a norm of two ranks have no bound (`add_norm.py`)."""
-_LOOKS_S = 1_000_000  # how often a kernel looks in a second, about
+_LOOKS_S = 4_000_000  # how often a kernel looks in a second, at most about: who waits in vain is told so after 60 s or later
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: kernels.tl.float32,
     torch.bfloat16: kernels.tl.bfloat16,
