@@ -23,7 +23,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pelton_backends.triton.launch import Launcher, launch
+from pelton.platform.compiling import launch
+from pelton_backends.triton.launch import Launcher
 from pelton_platforms.cuda.compiler import compile_ahead
 
 

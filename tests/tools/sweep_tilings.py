@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from pelton.ops.interface import NormSpec
-from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct, MidBatchTiling, choose_mid_batch_tiling
+from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import PROGRAMS, HopperProduct, HopperTiling, choose_hopper_tiling
 from pelton_backends.triton.ops.linear.large_batch import add_norm
+from pelton_backends.triton.ops.linear.mid_batch_tilings import MidBatchTiling, choose_mid_batch_tiling
 
 Tiling = HopperTiling | MidBatchTiling
 LAYERS, REPLAYS, SHOWN = 16, 7, 6

@@ -9,19 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from pelton.platform.compiling import compile_only, hash_callees_first
+from pelton.platform.compiling import compile_only, launch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> Any:
-    """`kernel[grid](*args, **options)`, and what it returns. Where kernels are only compiled: None."""
-    hash_callees_first(kernel)
-    if compile_only.get():
-        kernel.warmup(*args, grid=grid, **options)
-        return None
-    return kernel[grid](*args, **options)
 
 
 class Variant:
@@ -62,7 +53,7 @@ class Launcher:
         addresses to 16 bytes (`alignment`), and which specialised integers are 1 or multiples of 16."""
         known = self._compiled.get(key)
         if known is not None:
-            if compile_only.get():  # one that sends rows to another rank, which no sum would take there
+            if compile_only.get():  # a product would send rows to another rank, where no sum takes them
                 return
             compiled, values = known
             compiled[(*grid, 1, 1)[:3]](*args, *values)

@@ -12,6 +12,15 @@ compile_only: ContextVar[bool] = ContextVar("pelton_compile_only", default=False
 launched all the same finds a step of nothing but padding, in memory that holds zeros where another one left its result out."""
 
 
+def launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> Any:
+    """`kernel[grid](*args, **options)`, and what it returns. Where kernels are only compiled: None."""
+    hash_callees_first(kernel)
+    if compile_only.get():
+        kernel.warmup(*args, grid=grid, **options)
+        return None
+    return kernel[grid](*args, **options)
+
+
 def hash_callees_first(kernel: Any) -> None:
     """Have a Triton function's key not depend on what was launched before, so that every process finds what another compiled.
 

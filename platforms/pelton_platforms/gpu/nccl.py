@@ -99,7 +99,7 @@ class NcclCommunicator(Communicator):
             self._group = None
 
     def _run(self, what: str, begin: Any) -> None:
-        if compile_only.get():  # other ranks may have nothing to compile
+        if compile_only.get():  # other ranks may have nothing to compile, and go through fewer steps
             return
         try:
             begin().wait()  # the current stream waits, not the host

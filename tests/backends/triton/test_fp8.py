@@ -20,7 +20,7 @@ from pelton_backends.reference.ops import (
 )
 from pelton_backends.triton.ops.linear import fp8, fp8_one_row, hopper_matmul, hopper_split_k
 from pelton_backends.triton.ops.linear.fp8 import Fp8AddNormGatedLinear, Fp8AddNormLinear, Fp8Linear
-from pelton_backends.triton.ops.linear.hopper_mid_batch import choose_e4m3_tiling
+from pelton_backends.triton.ops.linear.mid_batch_tilings import choose_e4m3_tiling
 from pelton_backends.triton.ops.pieces import Norm
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 from pelton_plugins.quantization.reference import Fp8LinearReference

@@ -9,8 +9,9 @@ import triton
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case
 
 from pelton_backends.triton.ops.linear import small_batch, split_k
-from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct, MidBatchTiling, choose_mid_batch_tiling
+from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, HopperTiling, choose_hopper_tiling
+from pelton_backends.triton.ops.linear.mid_batch_tilings import MidBatchTiling, choose_mid_batch_tiling
 from pelton_backends.triton.ops.linear.small_batch import (
     MAX_TOKENS,
     MIN_TOKENS,

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pelton.platform.compiling import launch
 from pelton_backends.triton.attention.prefill import LOG2E, attend_keys
-from pelton_backends.triton.launch import launch
 from pelton_backends.triton.runtime import (
     INTERPRETED,
     launch_options,

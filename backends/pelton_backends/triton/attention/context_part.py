@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from pelton.attention.interface import AttentionParams, BoundAttention
+from pelton.platform.compiling import launch
 from pelton_backends.triton.attention.cascade import merge_parts, store_part
 from pelton_backends.triton.attention.prefill import LOG2E, attend_keys, choose_tiles
-from pelton_backends.triton.launch import launch
 from pelton_backends.triton.runtime import launch_options, let_next_start, num_sms, shared_memory, wait_for_inputs
 
 if TYPE_CHECKING:

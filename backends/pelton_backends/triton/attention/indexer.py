@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pelton_backends.triton.launch import launch
+from pelton.platform.compiling import launch
 from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:

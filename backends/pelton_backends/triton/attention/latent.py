@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pelton_backends.triton.launch import launch
+from pelton.platform.compiling import launch
 from pelton_backends.triton.runtime import (
     dot,
     has_pdl,

@@ -232,11 +232,8 @@ def hopper_latent_kernel(
                 low = gl.where(is_before & (middle < high), middle, low)
                 high = gl.where(is_before, high, middle)
             row = low
-            start, end, length = (
-                gl.load(query_start_loc + row),
-                gl.load(query_start_loc + row + 1),
-                gl.load(seq_lens + row),
-            )
+            start, end = gl.load(query_start_loc + row), gl.load(query_start_loc + row + 1)
+            length = gl.load(seq_lens + row)
         num_keys = length - (end - start) + (token - start) + 1
         tiles = (num_keys + _KEYS - 1) // _KEYS
         share = (tiles + splits - 1) // splits
@@ -356,10 +353,9 @@ class HopperLatent:
             return
         num_reqs, groups = seq_lens.shape[0], triton.cdiv(num_heads, self._heads)
         programs = num_sms(self._device)
-        splits = splits or splits_to_fill(num_tokens * groups, programs, max_seq_len)
-        splits = min(
-            splits, max(programs // groups, 1)
-        )  # those of one token wait for each other: all have to run at once
+        # Those of one token wait for each other, so all of them have to run at once.
+        most = max(programs // groups, 1)
+        splits = min(splits or splits_to_fill(num_tokens * groups, programs, max_seq_len), most)
         sums = stats = None
         if splits > 1:
             shape = (num_tokens, groups, splits, self._heads)

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from pelton.platform.compiling import launch
 from pelton_backends.triton.attention import latent
 from pelton_backends.triton.attention.indexer import keys_of, row_of
-from pelton_backends.triton.launch import launch
 from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pelton.ops.interface import Embed, EmbedNeeds, EmbedTensors
-from pelton_backends.triton.launch import launch
+from pelton.platform.compiling import launch
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:

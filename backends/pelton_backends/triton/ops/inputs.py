@@ -29,9 +29,9 @@ from torch import Tensor
 
 from pelton.attention.metadata import CommonMetadata
 from pelton.ops.interface import PrepareInputs, PrepareInputsNeeds, PrepareInputsTensors
+from pelton.platform.compiling import launch
 from pelton.worker.batch_state import BatchTensors
 from pelton.worker.inputs import InputBuffers, StepShape, common_metadata
-from pelton_backends.triton.launch import launch
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 _TABLE_BLOCK = 512  # block ids at once: 4 a thread

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from pelton.ops.interface import AddNormLogits, AddNormLogitsNeeds, AddNormLogitsTensors
+from pelton.platform.compiling import launch
 from pelton.sampling.tails import only_best
-from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES, inner_contiguous, padded_rows, tiles_by_rows
 from pelton_backends.triton.ops.linear.gemv_kernels import (
     add_norm_logits_kernel,

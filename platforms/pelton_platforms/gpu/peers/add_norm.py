@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pelton import env
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors, NormSpec, RowsToSend
+from pelton.platform.compiling import launch
 from pelton_platforms.gpu.peers import norm_kernel
-from pelton_platforms.gpu.peers.communicator import DTYPES, PeerCommunicator, launch
+from pelton_platforms.gpu.peers.communicator import DTYPES, PeerCommunicator
 
 if TYPE_CHECKING:
     from pelton.parallel.communicator import Communicator

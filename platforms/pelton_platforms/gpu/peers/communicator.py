@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pelton.errors import EngineError
 from pelton.parallel.communicator import Communicator, CommunicatorContext
-from pelton.platform.compiling import compile_only, hash_callees_first
+from pelton.platform.compiling import launch
 from pelton_platforms.device.meeting import all_told, meeting, this_host
 from pelton_platforms.gpu.nccl import NcclCommunicator
 from pelton_platforms.gpu.peers import kernels
@@ -29,7 +29,9 @@ NCCL_FROM_BYTES, NCCL_FROM_BYTES_OF_TWO = 1 << 19, 1 << 21
 """Tensors from here on go over NCCL, whose data does not travel with a flag in each word; collectives of two ranks from the second
 on. On two H200s 1 MiB takes NCCL 23 us; 128 rows of 8 KiB are summed, added and normed in 11.7 (docs/parallelism.md). Each of three
 ranks has twice as much to send, and so on. Sums with a norm of two ranks have no bound (`add_norm.py`)."""
-_LOOKS_S = 4_000_000  # how often a kernel looks in a second, at most about: who waits in vain is told so after 60 s or later
+_LOOKS_S = (
+    4_000_000  # how often a kernel looks in a second, at most about: who waits in vain is told so after 60 s or later
+)
 DTYPES: dict[torch.dtype, Any] = {
     torch.float32: kernels.tl.float32,
     torch.bfloat16: kernels.tl.bfloat16,
@@ -259,15 +261,6 @@ class PeerCommunicator(Communicator):
             Soon.wait_for_last()
         if self._has_failed[0]:
             raise EngineError(f"Communication fails at {self._what}: another rank did not come in time.")
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Where kernels are only compiled nothing goes round: a rank that finds them compiled goes through fewer steps than another."""
-    hash_callees_first(kernel)
-    if compile_only.get():
-        kernel.warmup(*args, grid=grid, **options)
-    else:
-        kernel[grid](*args, **options)
 
 
 def _programs(words: Tensor) -> int:

@@ -20,7 +20,7 @@ from pelton.ops.interface import (
     LinearTensors,
     LinearWeights,
 )
-from pelton_backends.triton.launch import launch
+from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.linear.coded_kernels import (
     coded_rows_kernel,
     decode_rows_kernel,

@@ -26,14 +26,16 @@ from pelton.ops.interface import (
     LinearTensors,
     LinearWeights,
 )
-from pelton_backends.triton.launch import Launcher, alignment, launch
+from pelton.platform.compiling import launch
+from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.fp8_gemv import fp8_add_norm_linear_kernel, fp8_linear_kernel
 from pelton_backends.triton.ops.linear.fp8_one_row import OneRowProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
-from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct, choose_e4m3_tiling
+from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.linear.large_batch import add_norm_row, gated
+from pelton_backends.triton.ops.linear.mid_batch_tilings import choose_e4m3_tiling
 from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
 from pelton_backends.triton.ops.pieces import Norm, e4m3_scale, empty_rows, to_cache

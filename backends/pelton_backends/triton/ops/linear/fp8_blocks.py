@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pelton.ops.interface import Linear, LinearNeeds, LinearTensors
-from pelton_backends.triton.launch import launch
+from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.refusals import dtype_refusals, format_refusals
 from pelton_backends.triton.ops.moe.packed import _product_e4m3, _row_sums, decode_kernel

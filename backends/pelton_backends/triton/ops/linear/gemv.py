@@ -25,7 +25,7 @@ from pelton.ops.interface import (
     LinearTensors,
     NormSpec,
 )
-from pelton_backends.triton.launch import launch
+from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.linear.gemv_kernels import (
     add_norm_gated_linear_kernel,
     add_norm_linear_kernel,

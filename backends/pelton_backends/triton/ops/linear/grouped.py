@@ -27,7 +27,7 @@ from pelton.ops.interface import (
     LinearTensors,
     LinearWeights,
 )
-from pelton_backends.triton.launch import launch
+from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.grouped_kernels import (
     dequantize_kernel,

@@ -16,7 +16,7 @@ from pelton.ops.interface import (
     EmbedNeeds,
     EmbedTensors,
 )
-from pelton_backends.triton.launch import launch
+from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.grouped import DTYPES, FORMATS, MAX_TOKENS, GroupedMatrix
 from pelton_backends.triton.ops.linear.grouped_kernels import scale_of

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PANEL_BYTES = 128  # of a row: the widest swizzle of shared memory
 PROGRAMS = 132  # that run at once, one a multiprocessor of an H200
+LONG_ROW = 8192
+LONG_ROW_OF_RANKS = 7168  # of Llama-3.1-8B's down, half of it
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -259,7 +261,7 @@ def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int, e
     tokens = min(max(triton.next_power_of_2(num_tokens), 16), 128)
     rows = 128 if out_features > 264 * 64 else 64
     tiles = triton.cdiv(out_features, rows)
-    is_long = in_features >= (7168 if element_size == 2 and tiles >= 64 else 8192)
+    is_long = in_features >= (LONG_ROW_OF_RANKS if element_size == 2 and tiles >= 64 else LONG_ROW)
     least_tokens = 32 if in_features >= 4096 else 16
     while (
         not is_long

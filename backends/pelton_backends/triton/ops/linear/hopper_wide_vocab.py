@@ -23,8 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher
-from pelton_backends.triton.ops.linear.hopper_mid_batch import ALL_REGISTERS, GROUP, rows_of
+from pelton_backends.triton.ops.linear.hopper_mid_batch import ALL_REGISTERS, rows_of
 from pelton_backends.triton.ops.linear.hopper_split_k import rows_in_memory
+from pelton_backends.triton.ops.linear.mid_batch_tilings import GROUP
 from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
 
 if TYPE_CHECKING:

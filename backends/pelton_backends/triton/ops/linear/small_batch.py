@@ -26,9 +26,10 @@ from pelton.ops.interface import (
 )
 from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES, most_rows
-from pelton_backends.triton.ops.linear.hopper_mid_batch import SMALL_MATRIX, MidBatchProduct, choose_mid_batch_tiling
+from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.linear.large_batch import bind_add_norm, gated
+from pelton_backends.triton.ops.linear.mid_batch_tilings import SMALL_MATRIX, choose_mid_batch_tiling
 from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
 from pelton_backends.triton.ops.pieces import empty_rows

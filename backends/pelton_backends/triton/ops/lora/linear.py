@@ -20,7 +20,8 @@ import triton.language as tl
 
 from pelton.lora.op import Lora, LoraNeeds, LoraTensors
 from pelton.lora.rows import LARGE_TILE, SMALL_TILE, SPAN, UNITS_PAST, AdapterRowTensors, tile_rows
-from pelton_backends.triton.launch import Launcher, alignment, launch
+from pelton.platform.compiling import launch
+from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, activated, empty_rows
 from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_next_start, shared_memory, wait_for_inputs
 

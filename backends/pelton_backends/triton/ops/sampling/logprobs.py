@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pelton.ops.interface import Logprobs, LogprobsNeeds, LogprobsTensors
+from pelton.platform.compiling import launch
 from pelton.sampling.logprobs import LogprobTensors
 from pelton.sampling.side_tables import GROUP as GROUP_TOKENS
-from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.sampling.pieces import (
     GROUP,
     LOG2_E,

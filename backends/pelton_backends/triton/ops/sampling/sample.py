@@ -34,9 +34,9 @@ import triton
 from torch import Tensor
 
 from pelton.ops.interface import Sample, SampleNeeds, SampleTensors
+from pelton.platform.compiling import launch
 from pelton.sampling.side_tables import GROUP
 from pelton.worker.batch_state import BatchTensors
-from pelton_backends.triton.launch import launch
 from pelton_backends.triton.ops.sampling.best import NO_KEY, best_of, end_best_kernel
 from pelton_backends.triton.ops.sampling.logprobs import MOST_LOGPROBS, RawStatistics, target_strides
 from pelton_backends.triton.ops.sampling.nucleus import CUTS, finish_kernel, gather_kernel, measure_kernel

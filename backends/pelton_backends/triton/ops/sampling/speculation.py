@@ -28,7 +28,7 @@ from pelton.ops.speculation import (
     VerifyNeeds,
     VerifyTensors,
 )
-from pelton_backends.triton.launch import launch
+from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.sampling.best import best_of, token_of_best
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
