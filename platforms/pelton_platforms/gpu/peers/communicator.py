@@ -18,9 +18,9 @@ from pelton.errors import EngineError
 from pelton.parallel.communicator import Communicator, CommunicatorContext
 from pelton.platform.compiling import launch
 from pelton_platforms.device.meeting import all_told, meeting, this_host
+from pelton_platforms.gpu.background_call import BackgroundCall
 from pelton_platforms.gpu.nccl import NcclCommunicator
 from pelton_platforms.gpu.peers import kernels
-from pelton_platforms.gpu.soon import Soon
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ class PeerCommunicator(Communicator):
         self._what = f"rank {self.rank} of {self.size} in group {context.group!r}"
         self.device, self.limit = context.device, int(min(context.timeout_s * self.looks_a_second(), 2**31 - 1))
         self.nccl_from_bytes = max(NCCL_FROM_BYTES, NCCL_FROM_BYTES_OF_TWO // max(self.size - 1, 1))
-        self._nccl: Soon[NcclCommunicator | None] | None = None
+        self._nccl: BackgroundCall[NcclCommunicator | None] | None = None
         self._is_near = True
         self.kept: dict[Any, Any] = {}
         """What others keep for all layers: memory for rows."""
@@ -58,14 +58,14 @@ class PeerCommunicator(Communicator):
             raise EngineError(f"Communication fails at {self._what}: the meeting of all ranks: {error}") from error
 
     def _meet(self, context: CommunicatorContext, store: dist.Store) -> None:
-        Soon.wait_for_last()  # NCCL of another group of these ranks
+        BackgroundCall.wait_for_last()  # NCCL of another group of these ranks
         here, device = this_host("/dev/shm"), self.device_name()
         places = all_told(store, self.rank, self.size, "place", here + b" " + device)
         self._is_near = all(place.startswith(here + b" ") for place in places)
         if self._is_near:
             self._open(store)
         if len(set(places)) == self.size:
-            self._nccl = Soon(lambda: self.make_nccl(context))
+            self._nccl = BackgroundCall(lambda: self.make_nccl(context))
         elif not self._is_near:
             raise EngineError(
                 f"{self._what}: some ranks share a device and others are on another host. Give each a device of its own."
@@ -257,8 +257,8 @@ class PeerCommunicator(Communicator):
     def check(self) -> None:
         """Raise `EngineError` where a kernel has waited in vain for another rank. Called before each launch of a kernel that waits for
         others: none runs while NCCL is made, which may wait for the device."""
-        if Soon.last is not None:
-            Soon.wait_for_last()
+        if BackgroundCall.last is not None:
+            BackgroundCall.wait_for_last()
         if self._has_failed[0]:
             raise EngineError(f"Communication fails at {self._what}: another rank did not come in time.")
 

@@ -7,41 +7,41 @@ import threading
 import pytest
 
 from pelton.errors import EngineError
+from pelton_platforms.gpu.background_call import BackgroundCall
 from pelton_platforms.gpu.peers.communicator import PeerCommunicator
-from pelton_platforms.gpu.soon import Soon
 
 
 def test_it_is_there_when_it_is_asked_for():
     may_end = threading.Event()
-    soon = Soon(lambda: may_end.wait(60))
-    assert not soon.has_succeeded and Soon.last is soon
+    call = BackgroundCall(lambda: may_end.wait(60))
+    assert not call.has_succeeded and BackgroundCall.last is call
     may_end.set()
-    assert soon.result() is True and soon.has_succeeded
-    Soon.wait_for_last()
-    assert Soon.last is None
+    assert call.result() is True and call.has_succeeded
+    BackgroundCall.wait_for_last()
+    assert BackgroundCall.last is None
 
 
 def test_what_fails_is_raised_by_its_result_alone():
     def fail() -> None:
         raise ValueError("no ranks")
 
-    soon = Soon(fail)
-    Soon.wait_for_last()
+    call = BackgroundCall(fail)
+    BackgroundCall.wait_for_last()
     for _ in range(2):
         with pytest.raises(ValueError, match="no ranks"):
-            soon.result()
-    assert not soon.has_succeeded
+            call.result()
+    assert not call.has_succeeded
 
 
 def test_one_is_made_at_a_time_in_order():
     made, may_end = [], threading.Event()
-    Soon(lambda: (may_end.wait(60), made.append("first")))
+    BackgroundCall(lambda: (may_end.wait(60), made.append("first")))
     threading.Timer(0.05, may_end.set).start()
-    second = Soon(lambda: made.append("second"))
+    second = BackgroundCall(lambda: made.append("second"))
     assert made[:1] == ["first"]
     second.result()
     assert made == ["first", "second"]
-    Soon.wait_for_last()
+    BackgroundCall.wait_for_last()
 
 
 def test_no_kernel_waits_for_another_rank_while_nccl_is_made():
@@ -56,7 +56,7 @@ def test_no_kernel_waits_for_another_rank_while_nccl_is_made():
         order.append("made")
         raise EngineError("a rank is missing")
 
-    one._nccl = Soon(fail)
+    one._nccl = BackgroundCall(fail)
     threading.Timer(0.05, may_end.set).start()
     other.check()
     order.append("launched")

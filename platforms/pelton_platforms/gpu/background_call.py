@@ -1,4 +1,4 @@
-"""`Soon`: the result of what takes a start long and is not needed at once."""
+"""`BackgroundCall`: a call that takes a start long, and whose result is not needed at once."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any, ClassVar, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Soon(Generic[T]):
-    """Result of a call that runs on a thread of its own. One runs at a time in a process: ranks that make several things together make
+class BackgroundCall(Generic[T]):
+    """Result of a call that runs on a thread of its own. One runs at a time in a process, since ranks that make several things together make
     them in one order."""
 
-    last: ClassVar[Soon[Any] | None] = None
+    last: ClassVar[BackgroundCall[Any] | None] = None
     """The one that may still run."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.wait_for_last()
         self._made: Future[T] = Future()
-        Soon.last = self
-        threading.Thread(target=self._run, args=(make,), name="pelton-soon", daemon=True).start()
+        BackgroundCall.last = self
+        threading.Thread(target=self._run, args=(make,), name="pelton-background", daemon=True).start()
 
     @classmethod
     def wait_for_last(cls) -> None:
         """Wait until none runs. Raises nothing of it: `result` does."""
-        if (last := Soon.last) is not None:
+        if (last := BackgroundCall.last) is not None:
             last._made.exception()
-            Soon.last = None
+            BackgroundCall.last = None
 
     @property
     def has_succeeded(self) -> bool:
