@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 class BackgroundCall(Generic[T]):
-    """Result of a call that runs on a thread of its own. One runs at a time in a process, since ranks that make several things together make
-    them in one order."""
+    """Result of a call that runs on a thread of its own. One runs at a time in a process, since ranks that make several things
+    together make them in one order."""
 
     last: ClassVar[BackgroundCall[Any] | None] = None
     """The one that may still run."""
