@@ -22,6 +22,9 @@ SIZES = {
     "pp2": {"pipeline_parallel_size": 2},
     "tp2-dcp2": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
     "tp2-experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "tp4": {"tensor_parallel_size": 4},
+    "tp2-pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "tp4-experts": {"tensor_parallel_size": 4, "enable_expert_parallel": True},
 }
 
 
@@ -43,14 +46,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GapReferen
         ("deepseek_v3_moe", "tp2-experts"),
         ("qwen3", "tp2-dcp2"),
         ("deepseek_v3_moe", "tp2-dcp2"),
+        ("llama", "tp4"),
+        ("llama", "tp2-pp2"),
+        ("deepseek_v3_moe", "tp4-experts"),
     ],
 )
 def test_ids_are_those_of_one_device(
     made: Callable[[str], GapReference], family: str, sizes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batched, with captured steps and chunks; then a prompt alone, with prefix hits."""
-    if torch.cuda.device_count() < 2:
-        monkeypatch.setenv("PELTON_RANKS_PER_DEVICE", "2")
+    num_ranks = SIZES[sizes].get("tensor_parallel_size", 1) * SIZES[sizes].get("pipeline_parallel_size", 1)
+    num_devices = torch.cuda.device_count()
+    if num_devices < num_ranks:
+        monkeypatch.setenv("PELTON_RANKS_PER_DEVICE", str(-(-num_ranks // num_devices)))
     reference = made(family)
     with make_llm(reference.path, device="cuda", max_num_batched_tokens=48, max_num_seqs=4, **SIZES[sizes]) as llm:
         reference.check(generate(llm, reference.prompts, greedy(NUM_TOKENS)))

@@ -23,7 +23,10 @@ def reports_of(folder: Path, size: int, device: str) -> list[dict[str, list[str]
         environ["TRITON_INTERPRET"] = "1"
     ranks = [
         AnyForkingPopen(
-            [sys.executable, str(SUPPORT / "pelton_add_norm_ranks.py"), str(rank), str(size), str(folder / "store"), device],
+            [
+                sys.executable, str(SUPPORT / "pelton_add_norm_ranks.py"), str(rank), str(size), str(folder / "store"),
+                device.format(rank=rank),
+            ],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ,
         )
         for rank in range(size)
@@ -44,19 +47,23 @@ def check(reports: list[dict[str, list[str]]], kinds: set[str]) -> None:
         assert report == {kind: [] for kind in kinds}, f"rank {rank}"
 
 
+KINDS = {"one shot", "no rows", "compiled alone", "many rows"}
+
+
 def test_two_ranks_sum_few_rows_many_rows_and_rows_that_were_sent(tmp_path: Path) -> None:
-    check(reports_of(tmp_path, 2, "cpu"), {"one shot", "sizes", "compiled alone", "many rows", "sent rows"})
+    check(reports_of(tmp_path, 2, "cpu"), KINDS | {"sent rows"})
 
 
-def test_three_ranks_sum_in_one_shot_and_in_two(tmp_path: Path) -> None:
-    check(reports_of(tmp_path, 3, "cpu"), {"one shot", "sizes", "two shots"})
+def test_three_ranks_sum_in_one_shot_in_two_and_many_rows(tmp_path: Path) -> None:
+    check(reports_of(tmp_path, 3, "cpu"), KINDS | {"two shots"})
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_of_one_gpu(tmp_path: Path, size: int) -> None:
-    kinds = {"one shot", "sizes", "captured"} | (
-        {"two shots"} if size > 2 else {"compiled alone", "many rows", "many rows captured", "sent rows"}
-    )
-    check(reports_of(tmp_path, size, "cuda:0"), kinds)
+@pytest.mark.parametrize("size, has_own", [(2, False), (3, False), (2, True), (4, True)])
+def test_ranks_on_gpus(tmp_path: Path, size: int, has_own: bool) -> None:
+    """Ranks that share a GPU, and ranks with one each."""
+    if has_own and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
+    kinds = KINDS | {"captured", "many rows captured", "two shots" if size > 2 else "sent rows"}
+    check(reports_of(tmp_path, size, "cuda:{rank}" if has_own else "cuda:0"), kinds)

@@ -8,9 +8,9 @@ before: who writes the next call but one knows that all have read this one.
 One shot: every rank sends its row to all others, and adds up what came. Two shots: row r is added up by rank r modulo ranks, which sends
 the sum to all others. Then each rank sends and takes two rows' worth in place of one for each other rank.
 
-Between two ranks many rows go by a kernel of their own, for which what goes over the link counts: a row travels as it is, with one
-flag behind it, and so do the `AHEAD` rows after it before the first one's partner is there. Rows that the product before has sent on
-its way (`RowsToSend`) are taken from where they lie.
+Many rows go by kernels of their own, for which what goes over the link counts: a row travels as it is, with one flag behind it.
+Between two ranks in one shot, and so do the `AHEAD` rows after it before the first one's partner is there; between more in two, some
+rows of each rank at once. Rows that the product before has sent on its way (`RowsToSend`, two ranks) are taken from where they lie.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ MOST_WORDS = 8192
 AHEAD = 2
 """Rows that a program of `sum_add_norm_many_kernel` sends before it needs the first of the other rank's. It has twice as many places: who
 sends its row r has read row r - AHEAD of the other's, which the other sent when it had read this one's row r - 2 AHEAD."""
+TURNS = 2
+"""Of rows that a program of `sum_add_norm_shared_kernel` has places for, used in turn. Who brings the rows of turn t + 1 has the sums of
+turn t - 1: so their owners have read what came for turn t - 1, whose places are taken again. Who sends sums of turn t has what all
+brought for it, which they did when they had the sums of turn t - 2."""
 MOST_REGISTERS = 128
 """Of a thread of that kernel, so that as many programs as there are run at once."""
 
@@ -252,6 +256,111 @@ def sum_add_norm_many_kernel(
     tl.store(calls + program, call)
 
 
+@triton.jit
+def _bring(
+    given, addresses, group, place, call, num_rows, flags, lane, inside, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Send each owner its row of a group."""
+    if group * SIZE < num_rows:
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                row = group * SIZE + rank
+                if row < num_rows:
+                    theirs = _rows_of(addresses, rank) + (place + RANK) * BLOCK
+                    tl.store(theirs + lane, tl.load(given + row * ROW + lane, inside, 0), inside)
+        tl.debug_barrier()
+        for rank in tl.static_range(SIZE):
+            if (rank != RANK) & (group * SIZE + rank < num_rows):
+                tl.atomic_xchg(_rows_of(addresses, rank) + flags + place + RANK, call, sem="release", scope="sys")
+
+
+@triton.jit
+def _rows_of(addresses, rank):
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def sum_add_norm_shared_kernel(
+    given, residual, total, normed, norm, post_norm, addresses, calls, failed, num_rows, limit, eps, post_eps,
+    NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr, TURNS: tl.constexpr, DTYPE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    POST_UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `sum_add_norm_kernel`, in two shots: a program has groups of SIZE rows, in each of which every rank adds up one.
+
+    A rank's memory has [PROGRAMS, TURNS, 2 SIZE, BLOCK] words, what came from each rank and then the sums of each, and as many flags of 4
+    bytes [PROGRAMS, TURNS, 2 SIZE] behind them."""
+    program, step = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < ROW
+    weight = tl.load(norm + lane, inside, 0)
+    post_weight = None
+    if post_norm is not None:
+        post_weight = tl.load(post_norm + lane, inside, 0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # who follows waits for the end all the same
+    mine = _rows_of(addresses, RANK)
+    flags = PROGRAMS * TURNS * 2 * SIZE * BLOCK
+    call = tl.load(calls + program)
+    place = (program * TURNS + ((call + 1) & (TURNS - 1))) * 2 * SIZE
+    _bring(given, addresses, program, place, call + 1, num_rows, flags, lane, inside, ROW, BLOCK, RANK, SIZE)
+    for group in range(program, tl.cdiv(num_rows, SIZE), step):
+        call += 1
+        place = (program * TURNS + (call & (TURNS - 1))) * 2 * SIZE
+        later = (program * TURNS + ((call + 1) & (TURNS - 1))) * 2 * SIZE
+        own = group * SIZE + RANK
+        if own < num_rows:
+            at = own * ROW + lane
+            before = None
+            if residual is not None:  # under way while the others' rows are
+                before = tl.load(residual + at, inside, 0)
+            low = tl.zeros([BLOCK], tl.float32)
+            high = tl.zeros([BLOCK], tl.float32)
+            for rank in tl.static_range(SIZE):
+                if rank == RANK:
+                    words = tl.load(given + at, inside, 0)
+                else:
+                    _wait_flag(mine + flags + place + rank, call, failed, limit)
+                    words = tl.load(mine + (place + rank) * BLOCK + lane, inside, 0, volatile=True)
+                low += _low(words, DTYPE)
+                if tl.float32 != DTYPE:
+                    high += _high(words, DTYPE)
+            found = _packed(low, high, DTYPE)
+            for rank in tl.static_range(SIZE):
+                if rank != RANK:
+                    tl.store(_rows_of(addresses, rank) + (place + SIZE + RANK) * BLOCK + lane, found, inside)
+            tl.debug_barrier()
+            for rank in tl.static_range(SIZE):
+                if rank != RANK:
+                    flag = _rows_of(addresses, rank) + flags + place + SIZE + RANK
+                    tl.atomic_xchg(flag, call, sem="release", scope="sys")
+            total_words, normed_words = _finish(
+                found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET, POST_UNIT_OFFSET
+            )
+            tl.store(total + at, total_words, inside)
+            tl.store(normed + at, normed_words, inside)
+        _bring(given, addresses, group + step, later, call + 1, num_rows, flags, lane, inside, ROW, BLOCK, RANK, SIZE)
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                row = group * SIZE + rank
+                if row < num_rows:
+                    at = row * ROW + lane
+                    before = None
+                    if residual is not None:
+                        before = tl.load(residual + at, inside, 0)
+                    _wait_flag(mine + flags + place + SIZE + rank, call, failed, limit)
+                    found = tl.load(mine + (place + SIZE + rank) * BLOCK + lane, inside, 0, volatile=True)
+                    total_words, normed_words = _finish(
+                        found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
+                        POST_UNIT_OFFSET,
+                    )  # fmt: skip
+                    tl.store(total + at, total_words, inside)
+                    tl.store(normed + at, normed_words, inside)
+    tl.store(calls + program, call)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_sent_add_norm_kernel(
     given, residual, total, normed, norm, post_norm, came, counts, calls, failed, num_rows, limit, parts, eps, post_eps,
@@ -293,5 +402,6 @@ def memory_words(size: int, row_words: int) -> int:
     return PROGRAMS * SLOTS * (size + 1) * triton.next_power_of_2(row_words)
 
 
-def memory_words_of_many(num_programs: int, row_words: int) -> int:
-    return num_programs * AHEAD * (triton.next_power_of_2(row_words) + 1)
+def memory_words_of_many(num_programs: int, row_words: int, size: int) -> int:
+    places = 2 * AHEAD if size == 2 else 2 * TURNS * size
+    return num_programs * (places // 2) * (triton.next_power_of_2(row_words) + 1)

@@ -172,6 +172,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
     },
 }
+SHAPES["llama3.1-70b"] = {
+    **SHAPES["llama3.1-8b"],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 SHAPES["llama3.1-8b-w4"] = {
     **SHAPES["llama3.1-8b"],
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
