@@ -331,8 +331,8 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(model, fake_flags, tmp_pa
         (["--repeats", "0"], "repeats is 0; use at least 1."),
         (
             ["--models", "gpt5"],
-            "--models has 'gpt5'; use qwen3-0.6b, llama3.1-8b, qwen3-30b-a3b, gpt-oss-20b, deepseek-v3.2-4l, llama3.1-70b, llama3.1-8b-w4, or a "
-            "folder with a config.json.",
+            "--models has 'gpt5'; use qwen3-0.6b, llama3.1-8b, qwen3-30b-a3b, gpt-oss-20b, deepseek-v3.2-4l, llama3.1-70b, llama3.1-8b-w4, "
+            "or a folder with a config.json.",
         ),
         (["--model", "x"], "The table's models are named by --models"),
         (["--results", "bad.json"], "--results bad.json holds no results of this command"),
