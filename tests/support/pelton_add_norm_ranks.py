@@ -17,10 +17,6 @@ from pelton.ops.interface import (
     AddNormTensors,
     AllReduceNeeds,
     AllReduceTensors,
-    LinearNeeds,
-    LinearSpec,
-    LinearTensors,
-    LinearWeights,
     NormSpec,
     RowsToSend,
     WordsToSend,
@@ -28,7 +24,6 @@ from pelton.ops.interface import (
 from pelton.parallel.communicator import CommunicatorContext, GroupContext
 from pelton.platform.compiling import compile_only
 from pelton_backends.reference.ops import ReferenceAddNorm
-from pelton_backends.triton.ops.linear import gemv
 from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct
 from pelton_backends.triton.ops.linear.mid_batch_tilings import choose_mid_batch_tiling
@@ -63,21 +58,17 @@ def send(target: RowsToSend, rows: torch.Tensor) -> None:
 def send_words(target: WordsToSend, peers: list[torch.Tensor], rows: torch.Tensor) -> None:
     """The same with `WordsToSend`; peers: memory of all ranks."""
     words = rows.view(torch.int32).long() & 0xFFFFFFFF
-    call = (int(target.calls[0]) >> 16) + 1
+    call = (int(target.calls[0]) >> 10) + 1
     for memory in peers:
         places = memory.view(2, len(peers), target.most_rows, -1)
         places[call & 1, target.rank, : len(rows)] = words | call << 32
     if rows.is_cuda:
         torch.cuda.synchronize()
-    target.calls += 65536
+    target.calls += 1024
     rows.pelton_words = True
 
 
 def product_of(weight: torch.Tensor, counters: torch.Tensor, num_rows: int) -> Callable[..., torch.Tensor]:
-    if num_rows <= 8:
-        spec = LinearSpec(in_features=weight.shape[1], out_features=len(weight))
-        needs = LinearNeeds(dtype="bfloat16", linear=spec)
-        return gemv.bind_linear(needs, LinearTensors(LinearWeights(spec, {"weight": weight})))
     tiling = choose_mid_batch_tiling(num_rows, *weight.shape, False)
     if tiling is None:
         return HopperProduct(weight, None, None, counters)

@@ -45,9 +45,7 @@ from pelton.ops.interface import (
     AddNormLogitsNeeds,
     AddNormLogitsTensors,
     InputRounding,
-    LinearNeeds,
     LinearSpec,
-    LinearTensors,
     LinearWeights,
     LogprobsNeeds,
     LogprobsTensors,
@@ -350,7 +348,7 @@ class Attention:
         )  # fmt: skip
 
     def words(self) -> None:
-        """The same of one row and of few: three products, two of them in parts of K, and a sum."""
+        """The same of few rows: two products in parts of K and a sum."""
         weight, target = (
             torch.zeros(4096, 7168, dtype=torch.bfloat16),
             torch.zeros(2 * 2 * 128 * 2048, dtype=torch.int64),
@@ -361,9 +359,6 @@ class Attention:
         sent, few, more = WordsToSend(target[:2], calls, 0, 128), torch.zeros(32, 7168), torch.zeros(128, 7168)
         tiling = mid_batch_tilings.choose_mid_batch_tiling(128, 4096, 7168, False)
         assert tiling is not None
-        needs = LinearNeeds(dtype="bfloat16", linear=LinearSpec(in_features=7168, out_features=4096))
-        one = gemv.bind_linear(needs, LinearTensors(LinearWeights(needs.linear, {"weight": weight})))
-        one(few[:1].to(torch.bfloat16), sent=sent)
         for product, x, options in (
             (hopper_split_k.HopperProduct, few, {}),
             (hopper_mid_batch.MidBatchProduct, more, {"tiling": tiling}),

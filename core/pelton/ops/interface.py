@@ -163,7 +163,7 @@ class WordsToSend:
     """The same for few rows of a 16-bit dtype, to all ranks: a word of two numbers goes as 8 bytes, the call's number above."""
 
     addresses: Tensor  # [ranks] int64, of each rank's [2 (even calls, odd), ranks (who sends), most_rows, H / 2] int64
-    calls: Tensor  # [1] int64, 65536 a call: each of P parts of a kernel adds 65536 / P, a whole number
+    calls: Tensor  # [1] int64, 1024 a call: each of P programs adds 1024 / P once it has read it, so that it stays below the next one
     rank: int
     most_rows: int
 

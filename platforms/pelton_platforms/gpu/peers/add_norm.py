@@ -164,9 +164,10 @@ class SumAddNorm:
 
     def words_to_send(self, num_rows: int) -> WordsToSend | None:
         """See `AllReduce`. Where each rank sends its rows to all others."""
-        num_bytes = num_rows * self._width * self._dtype.itemsize
-        is_one_shot = self._communicator.size == 2 or num_bytes < TWO_SHOTS_FROM_BYTES
-        words = self._memory.words if is_one_shot and num_rows <= WORD_ROWS and self._dtype.itemsize == 2 else None
+        is_one_shot = (
+            self._communicator.size == 2 or num_rows * self._width * self._dtype.itemsize < TWO_SHOTS_FROM_BYTES
+        )
+        words = self._memory.words if is_one_shot and num_rows <= WORD_ROWS else None
         return None if words is None else words.to_send()
 
     def add_norm(

@@ -425,7 +425,7 @@ def sum_words_add_norm_kernel(
     It does not wait for the product's end, but for its words: where they are, all kernels before the product have ended, so the
     residual can be read. Which call it was is looked up afterwards, since rows that nobody took lie there too.
 
-    came [2, SIZE, MOST_ROWS, ROW] int64, of calls of even number and of odd ones; calls [1] int64: 65536 for each so far, the one in
+    came [2, SIZE, MOST_ROWS, ROW] int64, of calls of even number and of odd ones; calls [1] int64: 1024 for each so far, the one in
     question too; taken [MOST_ROWS] int32: the last one whose row was taken here."""
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
@@ -451,7 +451,7 @@ def sum_words_add_norm_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # who follows waits for the end all the same
-    own_call = (tl.load(calls) >> 16).to(tl.int32)
+    own_call = (tl.load(calls) >> 10).to(tl.int32)
     if own_call != call:
         found = _sum_of_words(came, row, lane, inside, own_call, failed, limit, ROW, BLOCK, SIZE, MOST_ROWS, DTYPE)
         if residual is not None:

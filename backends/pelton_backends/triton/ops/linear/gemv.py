@@ -24,7 +24,6 @@ from pelton.ops.interface import (
     LinearSpec,
     LinearTensors,
     NormSpec,
-    WordsToSend,
 )
 from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.linear.gemv_kernels import (
@@ -33,7 +32,6 @@ from pelton_backends.triton.ops.linear.gemv_kernels import (
     linear_kernel,
 )
 from pelton_backends.triton.ops.linear.refusals import product_refusals
-from pelton_backends.triton.ops.linear.sent_words import sending, words_of
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
 if TYPE_CHECKING:
@@ -215,14 +213,7 @@ class GemvLinear:
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        linear, words_to_send = bind_linear(needs, tensors), words_of(tensors.reduce)
-        if words_to_send is None:
-            return linear
-
-        def call(x: Tensor) -> Tensor:
-            return linear(x, sent=words_to_send(x.shape[0]))
-
-        return call
+        return bind_linear(needs, tensors)
 
 
 def bind_add_norm_linear(
@@ -265,15 +256,12 @@ def bind_linear(needs: LinearNeeds, tensors: LinearTensors) -> Callable[..., Ten
         "HAS_BIAS": bias is not None, "N": out_features, "K": in_features, "PDL": pdl, **launch_options(pdl)
     }  # fmt: skip
 
-    def call(x: Tensor, low_rows: int = 0, sent: WordsToSend | None = None, **options: Any) -> Tensor:
+    def call(x: Tensor, low_rows: int = 0, **options: Any) -> Tensor:
         x = inner_contiguous(x)
         num_tokens = x.shape[0]
         tile = tiles[num_tokens]
         out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
         low_programs = triton.cdiv(low_rows, tile.R)
-        if sent is not None:
-            addresses, calls, (rank, size, most_rows) = sending(sent, triton.cdiv(out_features, tile.R), out)
-            options |= {"addresses": addresses, "calls": calls, "SENDER": rank, "SIZE": size, "MOST_ROWS": most_rows}
         launch(
             linear_kernel, (low_programs + triton.cdiv(out_features, tile.R),),
             x, weight, bias, out, num_tokens, x.stride(0), M=padded_rows(num_tokens),

@@ -274,23 +274,6 @@ def store_output(out, y, first, num_tokens, N: tl.constexpr, M: tl.constexpr, R:
 
 
 @triton.jit
-def send_output(
-    y, addresses, call, first, num_tokens, dtype: tl.constexpr, N: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
-    SENDER: tl.constexpr, SIZE: tl.constexpr, MOST_ROWS: tl.constexpr,
-):  # fmt: skip
-    """The same to SIZE ranks, as `WordsToSend` says."""
-    low, high = tl.split(tl.permute(tl.reshape(y.to(dtype), (R // 2, 2, M)), (0, 2, 1)))
-    upper = high.to(tl.int16, bitcast=True).to(tl.int64) << 16
-    wire = low.to(tl.int16, bitcast=True).to(tl.int64) & 65535 | upper & 0xFFFF0000 | call.to(tl.int64) << 32
-    words = first // 2 + tl.arange(0, R // 2)[:, None]
-    tokens = tl.arange(0, M)[None, :]
-    cells = ((call & 1) * SIZE + SENDER) * (MOST_ROWS * (N // 2)) + tokens * (N // 2) + words
-    for rank in tl.static_range(SIZE):
-        memory = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
-        tl.store(memory + cells, wire, mask=(words < N // 2) & (tokens < num_tokens))
-
-
-@triton.jit
 def _adapter_rows(first, N: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr):
     """Rows of a tile within the whole matrix, as `load_piece` takes them [R]."""
     r = tl.arange(0, R)
@@ -546,9 +529,8 @@ def linear_kernel(
     slots=None, b=None, low=None, squares=None, slot_stride=0, row_stride=0, RANK: tl.constexpr = 0, LOW_SPLITS: tl.constexpr = 1,
     LOW_WIDTH: tl.constexpr = 1, SECOND: tl.constexpr = 0, THIRD: tl.constexpr = 0, NUM_PARTS: tl.constexpr = 1,
     a=None, a_stride=0, step=None, LOW_PROGRAMS: tl.constexpr = 0,
-    addresses=None, calls=None, SENDER: tl.constexpr = 0, SIZE: tl.constexpr = 1, MOST_ROWS: tl.constexpr = 0,
 ):  # fmt: skip
-    """out [T, N] = x [T, K] weight^T. addresses, calls, SENDER, MOST_ROWS: of `WordsToSend`; SIZE: of ranks, 1 where nothing is sent."""
+    """out [T, N] = x [T, K] weight^T."""
     pid = tl.program_id(0)
     if LOW_PROGRAMS > 0:
         if pid < LOW_PROGRAMS:
@@ -569,8 +551,6 @@ def linear_kernel(
     wait_for_inputs(PDL)
     start = x + tl.minimum(tl.arange(0, M), num_tokens - 1)[:, None] * stride
     x_pieces = load_rows(start, K, W * C * 32, X_AHEAD)
-    if SIZE > 1:  # while x is on its way
-        call = (tl.atomic_add(calls, (65536 // tl.num_programs(0)).to(tl.int64), sem="relaxed") >> 16).to(tl.int32) + 1
     if LOW_PROGRAMS > 0:
         words = tl.load(places, volatile=True)
     y = product(tile, x_pieces, weight, first, start, N, K, 1, M, W, R, C, NUM, AHEAD, X_AHEAD, DOT)
@@ -584,8 +564,6 @@ def linear_kernel(
     if HAS_BIAS:
         y = add_bias(y, bias, first, N, R)
     store_output(out, y, first, num_tokens, N, M, R)
-    if SIZE > 1:
-        send_output(y, addresses, call, first, num_tokens, out.dtype.element_ty, N, M, R, SENDER, SIZE, MOST_ROWS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

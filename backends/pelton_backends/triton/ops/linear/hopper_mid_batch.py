@@ -30,11 +30,14 @@ from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.hopper_split_k import (
     PANEL_BYTES,
     activated,
+    call_of,
+    count_call,
     panel_of,
     rows_in_memory,
+    send_words,
+    sending,
 )
 from pelton_backends.triton.ops.linear.mid_batch_tilings import GROUP, MidBatchTiling
-from pelton_backends.triton.ops.linear.sent_words import call_of, send_words, sending
 from pelton_backends.triton.ops.pieces import empty_rows
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
@@ -272,7 +275,8 @@ def _pass(
     call = None
     if RANKS[1] > 1:
         gl.static_assert(SPLIT > 1, "rows are sent by who adds the parts of K")
-        call = call_of(calls, GROUPS * gl.num_programs(0) * gl.num_programs(1) * gl.num_programs(2))
+        call = call_of(calls)
+        count_call(calls, GROUPS * gl.num_programs(0) * gl.num_programs(1) * gl.num_programs(2))
     if x_scale is not None:  # noqa: SIM102
         if SPLIT == 1:
             layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, COLUMNS // 4])

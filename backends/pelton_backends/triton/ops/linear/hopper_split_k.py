@@ -24,7 +24,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.ops.linear.sent_words import call_of, send_words, sending
 from pelton_backends.triton.ops.pieces import empty_rows, is_hopper
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
@@ -91,6 +90,31 @@ def scales_of_tokens(x_scale, token, num_tokens, M: gl.constexpr):
     """Scales of a tile's rows of x [1, M], for `store_result`."""
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
     return scale_of(x_scale, token + gl.arange(0, M, gl.SliceLayout(0, layout)), num_tokens)
+
+
+@gluon.jit
+def call_of(calls):
+    return (gl.load(calls) >> 10).to(gl.int32) + 1
+
+
+@gluon.jit
+def count_call(calls, num_parts):
+    """Add one of num_parts, a power of two, to the calls; see `WordsToSend`."""
+    gl.thread_barrier()  # all threads have read it
+    gl.atomic_add(calls, (1024 // num_parts).to(gl.int64), sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def send_words(
+    low, high, cells, is_inside, addresses, call, N: gl.constexpr, RANK: gl.constexpr, SIZE: gl.constexpr, MOST_ROWS: gl.constexpr
+):  # fmt: skip
+    """low, high: neighbouring columns of a result, in 16 bits; cells: places of their words in [tokens, N / 2]. See `WordsToSend`."""
+    upper = high.to(gl.int16, bitcast=True).to(gl.int64) << 16
+    wire = low.to(gl.int16, bitcast=True).to(gl.int64) & 65535 | upper & 0xFFFF0000 | call.to(gl.int64) << 32
+    place = ((call & 1) * SIZE + RANK) * (MOST_ROWS * (N // 2))
+    for rank in gl.static_range(SIZE):
+        memory = gl.load(addresses + rank).to(gl.pointer_type(gl.int64)) + place
+        gl.store(memory + cells, wire, mask=is_inside)
 
 
 @gluon.jit
@@ -228,7 +252,8 @@ def multiply_kernel(
         fetch(x, token, first + i * PANELS, row_barriers.index(i), rows.index(i), False)
     call = None
     if SIZE > 1:
-        call = call_of(calls, gl.num_programs(0) * gl.num_programs(1) * gl.num_programs(2))
+        call = call_of(calls)
+        count_call(calls, gl.num_programs(0) * gl.num_programs(1) * gl.num_programs(2))
     if x_scale is not None:
         x_scale = scales_of_tokens(x_scale, token, num_tokens, M)
 
@@ -345,6 +370,17 @@ def can_multiply(weight: Tensor) -> bool:
     """A Hopper device, and a matrix that its copy engine can read."""
     is_readable = weight.is_contiguous() and weight.shape[1] % panel_of(weight) == 0 and weight.data_ptr() % 16 == 0
     return is_hopper(weight.device) and is_readable and weight.dtype in DTYPES
+
+
+def sending(
+    sent: WordsToSend | None, num_parts: int, out: Tensor
+) -> tuple[Tensor | None, Tensor | None, tuple[int, int, int]]:
+    """-> addresses, calls, (rank, size, most rows), for a launch of which num_parts count the call. (0, 1, 0): nothing is sent, as where
+    parts are no power of two. A result that is sent gets the attribute `pelton_words`."""
+    if sent is None or num_parts > 1024 or num_parts.bit_count() != 1:
+        return None, None, (0, 1, 0)
+    out.pelton_words = True  # type: ignore[attr-defined]
+    return sent.addresses, sent.calls, (sent.rank, len(sent.addresses), sent.most_rows)
 
 
 class HopperProduct:

@@ -32,7 +32,6 @@ from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_
 from pelton_backends.triton.ops.linear.large_batch import bind_add_norm, gated
 from pelton_backends.triton.ops.linear.mid_batch_tilings import SMALL_MATRIX, choose_mid_batch_tiling
 from pelton_backends.triton.ops.linear.refusals import product_refusals
-from pelton_backends.triton.ops.linear.sent_words import words_of
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
 from pelton_backends.triton.ops.pieces import empty_rows
 
@@ -71,7 +70,9 @@ def product_of(
     few = HopperProduct(weight, bias, activation, counters)
     more = MidBatchProduct(weight, bias, activation, counters)
     library = LibraryProduct(weight)
-    words_to_send = words_of(reduce)
+    words_to_send = getattr(reduce, "words_to_send", None)  # see `AllReduce`
+    if words_to_send is not None:
+        reduce.open_to_send()  # type: ignore[union-attr]
 
     def product(x: Tensor) -> Tensor:
         is_readable = is_for_hopper and few.takes(x)
