@@ -6,27 +6,15 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import pelton_quick_end  # noqa: F401
 import torch
 
-from pelton.ops.interface import (
-    AddNormNeeds,
-    AddNormTensors,
-    AllReduceNeeds,
-    AllReduceTensors,
-    NormSpec,
-    RowsToSend,
-    WordsToSend,
-)
+from pelton.ops.interface import AddNormNeeds, AddNormTensors, AllReduceNeeds, AllReduceTensors, NormSpec, RowsToSend
 from pelton.parallel.communicator import CommunicatorContext, GroupContext
 from pelton.platform.compiling import compile_only
 from pelton_backends.reference.ops import ReferenceAddNorm
-from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
-from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct
-from pelton_backends.triton.ops.linear.mid_batch_tilings import choose_mid_batch_tiling
 from pelton_platforms.gpu.peers import add_norm, norm_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,51 +43,25 @@ def send(target: RowsToSend, rows: torch.Tensor) -> None:
     rows.pelton_parts = 3
 
 
-def send_words(target: WordsToSend, peers: list[torch.Tensor], rows: torch.Tensor) -> None:
-    """The same with `WordsToSend`; peers: memory of all ranks."""
-    words = rows.view(torch.int32).long() & 0xFFFFFFFF
-    call = (int(target.calls[0]) >> 10) + 1
-    for memory in peers:
-        places = memory.view(2, len(peers), target.most_rows, -1)
-        places[call & 1, target.rank, : len(rows)] = words | call << 32
-    if rows.is_cuda:
-        torch.cuda.synchronize()
-    target.calls += 1024
-    rows.pelton_words = True
-
-
-def product_of(weight: torch.Tensor, counters: torch.Tensor, num_rows: int) -> Callable[..., torch.Tensor]:
-    tiling = choose_mid_batch_tiling(num_rows, *weight.shape, False)
-    if tiling is None:
-        return HopperProduct(weight, None, None, counters)
-    return partial(MidBatchProduct(weight, None, None, counters), tiling=tiling)
-
-
 class Checks:
     def __init__(self, communicator, device: str) -> None:
         self.group, self.device = communicator, device
         self.number = 0
-        self.is_sent = self.has_words = False
 
     def bound(self, width: int, dtype: torch.dtype):
         needs = AllReduceNeeds(dtype=str(dtype).removeprefix("torch."), hidden_size=width, tp_size=self.group.size)
         return add_norm.PeerAllReduce.bind(needs, AllReduceTensors(GroupContext(self.group)))
 
-    def run(
-        self, shapes: tuple[tuple[int, int], ...] = (), *, is_sent: bool = False, has_words: bool = False
-    ) -> Iterator[str]:
-        self.is_sent, self.has_words = is_sent, has_words
-        for dtype in DTYPES[1:] if has_words else DTYPES:
+    def run(self, shapes: tuple[tuple[int, int], ...] = (), *, is_sent: bool = False) -> Iterator[str]:
+        self.is_sent = is_sent
+        for dtype in DTYPES:
             for shape in shapes or (SHAPES if self.device == "cpu" else GPU_SHAPES[dtype]):
-                if has_words and shape[0] > add_norm.WORD_ROWS:
-                    continue
                 reduce = self.bound(shape[1], dtype)
-                if is_sent or has_words:
+                if is_sent:
                     reduce.open_to_send()
                 yield from self.compare(reduce, shape, dtype, True, False, False)
                 yield from self.compare(reduce, shape, dtype, True, True, True)
                 yield from self.compare(reduce, shape, dtype, False, False, True)
-        self.is_sent = self.has_words = False
 
     def compare(self, reduce, shape, dtype, has_residual: bool, has_post: bool, unit_offset: bool) -> Iterator[str]:
         self.number += 1
@@ -120,10 +82,6 @@ class Checks:
         if self.is_sent:
             send(reduce.to_send(shape[0]), own)
             if self.number % 4 == 0:  # nobody takes what was sent
-                own = own.clone()
-        if self.has_words:
-            send_words(reduce.words_to_send(shape[0]), reduce._memory.words._peers, own)
-            if self.number % 4 == 0:
                 own = own.clone()
         found = reduce.add_norm(
             own, None if residual is None else residual.clone(), norm, spec,
@@ -171,39 +129,6 @@ class Checks:
             compile_only.reset(is_set)
         yield from self.compare(reduce, (3, width), dtype, True, False, False)
         yield from self.compare(reduce, (MANY_SHAPES[1][0], width), dtype, True, False, False)
-
-    def words_of_products(self) -> Iterator[str]:
-        """Products of few rows, as they send their rows: some in parts of K, and rows that nobody takes in between."""
-        dtype, width = torch.bfloat16, 4096
-        reduce, spec = self.bound(width, dtype), NormSpec(size=width, eps=1e-5)
-        reduce.open_to_send()
-        norm = torch.ones(width, dtype=dtype, device=self.device)
-        for number, (rows, depth) in enumerate(
-            [(1, 512), (17, 2048), (32, 7168), (33, 512), (64, 7168), (64, 2048), (100, 7168), (128, 7168), (128, 2048)]
-        ):
-            weights = [given(number, 10 + rank, (width, depth), dtype, self.device) for rank in range(self.group.size)]
-            inputs = [
-                given(number, 20 + rank, (rows, depth), dtype, self.device) / depth**0.5
-                for rank in range(self.group.size)
-            ]
-            residual = given(number, 30, (rows, width), dtype, self.device)
-            counters = torch.zeros(4096, dtype=torch.int32, device=self.device)
-            products = [product_of(weight, counters, rows) for weight in weights]
-            parts = [product(x) for product, x in zip(products, inputs, strict=True)]
-            total = residual + torch.stack(parts).float().sum(0).to(dtype)
-            target = reduce.words_to_send(rows)
-            for turn in range(5):
-                own = products[self.group.rank](inputs[self.group.rank], sent=target)
-                if target is not None and not hasattr(own, "pelton_words"):
-                    yield f"{rows} rows of {depth}: not sent"
-                if not torch.equal(own, parts[self.group.rank]):
-                    yield f"{rows} rows of {depth}: the product is another one"
-                if turn == 1:
-                    self.group.all_reduce(own)
-                    continue
-                _, found = reduce.add_norm(own, residual.clone(), norm, spec, None, None)
-                if not torch.equal(found, total):
-                    yield f"{rows} rows of {depth}, turn {turn}: off by {(found.float() - total.float()).abs().max():.2e}"
 
     def captured(self) -> Iterator[str]:
         """Layers one after another in a graph that is replayed: every call has its own number."""
@@ -257,9 +182,6 @@ def main() -> int:
     report = {"one shot": list(checks.run()), "no rows": list(checks.nothing())}
     if device != "cpu":
         report["captured"] = list(checks.captured())
-    report["sent words"] = list(checks.run(has_words=True))
-    if device != "cpu":
-        report["words of products"] = list(checks.words_of_products())
     if size > 2:
         add_norm.TWO_SHOTS_FROM_BYTES = 0
         report["two shots"] = list(checks.run())

@@ -55,7 +55,6 @@ from pelton.ops.interface import (
     RowsToSend,
     SampleNeeds,
     SampleTensors,
-    WordsToSend,
 )
 from pelton.ops.moe import RoutingSpec
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
@@ -82,7 +81,6 @@ from pelton_backends.triton.ops.linear import (
     hopper_vocab,
     hopper_wide_vocab,
     large_batch,
-    mid_batch_tilings,
     small_batch,
     split_k,
 )
@@ -345,30 +343,6 @@ class Attention:
             words, words, words, words, words[0], None, words, counts, counts[0], counts[1], 384, 1000, 2, 1e-6, 0.0, 384, NUMBERS=512,
             ROW=256, BLOCK=256, COUNTS=256, DTYPE=DTYPES[torch.bfloat16], UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True,
             num_warps=1, launch_pdl=True,
-        )  # fmt: skip
-
-    def words(self) -> None:
-        """The same of few rows: two products in parts of K and a sum."""
-        weight, target = (
-            torch.zeros(4096, 7168, dtype=torch.bfloat16),
-            torch.zeros(2 * 2 * 128 * 2048, dtype=torch.int64),
-        )
-        counters, calls, taken = (
-            torch.zeros(256, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.zeros(128, dtype=torch.int32)
-        )  # fmt: skip
-        sent, few, more = WordsToSend(target[:2], calls, 0, 128), torch.zeros(32, 7168), torch.zeros(128, 7168)
-        tiling = mid_batch_tilings.choose_mid_batch_tiling(128, 4096, 7168, False)
-        assert tiling is not None
-        for product, x, options in (
-            (hopper_split_k.HopperProduct, few, {}),
-            (hopper_mid_batch.MidBatchProduct, more, {"tiling": tiling}),
-        ):
-            rows = product(weight, None, None, counters)(x.to(torch.bfloat16), **options, sent=sent)
-        words = rows.view(torch.int32)
-        norm_kernel.sum_words_add_norm_kernel[(128,)](
-            words, words, words, words[0], None, target, calls, taken, taken, 1000, 1e-6, 0.0, NUMBERS=4096, ROW=2048, BLOCK=2048,
-            RANK=0, SIZE=2, MOST_ROWS=128, DTYPE=DTYPES[torch.bfloat16], UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True,
-            num_warps=16, launch_pdl=True,
         )  # fmt: skip
 
     def write(self) -> None:

@@ -158,22 +158,11 @@ class RowsToSend:
     calls: Tensor  # [2] int32: calls before this one, which it adds itself to at its end; spare, zero between calls
 
 
-@dataclass(slots=True)
-class WordsToSend:
-    """The same for few rows of a 16-bit dtype, to all ranks: a word of two numbers goes as 8 bytes, the call's number above."""
-
-    addresses: Tensor  # [ranks] int64, of each rank's [2 (even calls, odd), ranks (who sends), most_rows, H / 2] int64
-    calls: Tensor  # [1] int64, 1024 a call: each of P programs adds 1024 / P once it has read it, so that it stays below the next one
-    rank: int
-    most_rows: int
-
-
 class AllReduce(Protocol):
     """Sums a partial result over ranks; may reuse its memory. Optional: an attribute `add_norm(hidden, residual, norm, norm_spec,
     post_norm, post_spec)`, which is `AddNorm` with the sum in one launch, or returns None for a size that it does not serve. Optional
-    with that: `to_send(num_rows) -> RowsToSend | None` and `words_to_send(num_rows) -> WordsToSend | None`, behind `open_to_send()`, which
-    all ranks call at the same place of a model; rows that were sent so have an attribute `pelton_parts`, parts in a block, or
-    `pelton_words`."""
+    with that: `to_send(num_rows) -> RowsToSend | None`, behind `open_to_send()`, which all ranks call at the same place of a model; rows
+    that were sent so have an attribute `pelton_parts`, parts in a block."""
 
     def __call__(self, partial: Tensor) -> Tensor: ...
 

@@ -30,7 +30,7 @@ IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (
     *WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_INTEGERS, "one row of a long matrix in e4m3", "many_gated", "dealt", "latent",
-    "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent", "words", "logits", "shares", "states",
+    "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent", "logits", "shares", "states",
     "delta_rule", "other_states", "gate and up of 128 rows",
 )  # fmt: skip
 OTHER_DTYPES = {
@@ -289,20 +289,6 @@ def test_rows_that_are_sent_leave_by_the_copy_engine(bfloat16: Kernels) -> None:
     assert product["stack"] <= 16, "as with an activation"
     code = total["instructions"]
     assert total["stack"] == 0 and code.index("ACQBULK") < code.index("STG")
-
-
-def test_words_that_are_sent_are_counted_without_a_wait(bfloat16: Kernels) -> None:
-    """Of few rows: a program adds itself to the calls and goes on, and each pair of columns leaves as 8 bytes."""
-    few, more, total = bfloat16("words")
-    names = [kernel["kernel"] for kernel in (few, more, total)]
-    assert names == ["multiply_kernel", "mid_batch_kernel", "sum_words_add_norm_kernel"]
-    for product in (few, more):
-        code = product["instructions"]
-        assert product["stack"] <= 8 and code.index("ACQBULK") < code.index("REDG"), product["kernel"]
-    assert few["instructions"].count("ATOMG") == 1, "that of the parts of K"
-    code = total["instructions"]
-    assert total["stack"] == 0
-    assert code[: code.index("ACQBULK")].count("STG") == 2, "that it has waited in vain, for one rank and the other"
 
 
 def test_speculation_waits_before_it_writes(bfloat16: Kernels) -> None:

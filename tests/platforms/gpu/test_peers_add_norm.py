@@ -47,7 +47,7 @@ def check(reports: list[dict[str, list[str]]], kinds: set[str]) -> None:
         assert report == {kind: [] for kind in kinds}, f"rank {rank}"
 
 
-KINDS = {"one shot", "no rows", "sent words", "compiled alone", "many rows"}
+KINDS = {"one shot", "no rows", "compiled alone", "many rows"}
 
 
 def test_two_ranks_sum_few_rows_many_rows_and_rows_that_were_sent(tmp_path: Path) -> None:
@@ -65,5 +65,5 @@ def test_ranks_on_gpus(tmp_path: Path, size: int, has_own: bool) -> None:
     """Ranks that share a GPU, and ranks with one each."""
     if has_own and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
-    kinds = KINDS | {"captured", "words of products", "many rows captured", "two shots" if size > 2 else "sent rows"}
+    kinds = KINDS | {"captured", "many rows captured", "two shots" if size > 2 else "sent rows"}
     check(reports_of(tmp_path, size, "cuda:{rank}" if has_own else "cuda:0"), kinds)

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from pelton import env
-from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors, NormSpec, RowsToSend, WordsToSend
+from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors, NormSpec, RowsToSend
 from pelton.platform.compiling import launch
 from pelton_platforms.gpu.peers import norm_kernel
 from pelton_platforms.gpu.peers.communicator import DTYPES, PeerCommunicator
@@ -23,8 +23,6 @@ TWO_SHOTS_FROM_BYTES = 3 << 16
 """With more than two ranks: four H200s sum 128 KiB in 7.7 us in one shot and 8.1 in two, 256 KiB in 10.9 and 8.9."""
 MANY_FROM_BYTES = 1 << 19
 """From here on rows go as they are, not a flag with each word."""
-WORD_ROWS = 128
-"""Of a product's rows that are sent as words with a flag each: at most so many."""
 SENT_ROWS, SENT_BYTES, SENT_BLOCK = 1 << 14, 1 << 27, 64
 """Of a product's rows that are sent on the way: at most so many, and so many bytes. They are counted by blocks of 64."""
 _REGISTERS = {} if torch.version.hip is not None else {"maxnreg": norm_kernel.MOST_REGISTERS}
@@ -70,14 +68,13 @@ def open_rows(communicator: PeerCommunicator, width: int, dtype: torch.dtype) ->
 
 class RowMemory:
     """Where rows of one width go round. peers: kept while addresses are used; num_programs: the most of a launch; many: for rows from
-    `MANY_FROM_BYTES` on; sent: for those that products send; words: the same, for few."""
+    `MANY_FROM_BYTES` on; sent: for those that products send."""
 
     def __init__(self, peers: list[Tensor], addresses: Tensor, num_programs: int, num_warps: int) -> None:
         self.peers, self.addresses, self.num_programs, self.num_warps = peers, addresses, num_programs, num_warps
         self.calls = torch.zeros(num_programs, dtype=torch.int32, device=addresses.device)
         self.many: RowMemory | None = None
         self.sent: SentMemory | None = None
-        self.words: WordMemory | None = None
 
 
 class SentMemory:
@@ -114,22 +111,6 @@ class SentMemory:
         return RowsToSend((even, odd), self._their_counts, self.counts, self.calls)
 
 
-class WordMemory:
-    """Where products leave few rows for all ranks, in turn: [2, ranks, WORD_ROWS, words] int64.
-
-    A rank begins a call when it has the sums of the one before, so when all others have sent theirs for it, and these began theirs when
-    they had read what came with the call before that. So two places are enough. A call that nobody adds up leaves nothing behind."""
-
-    def __init__(self, peers: list[Tensor], addresses: Tensor, rank: int) -> None:
-        self.came, self._addresses, self._rank = peers[rank], addresses, rank
-        self._peers = peers  # kept while addresses are used
-        self.calls = torch.zeros(1, dtype=torch.int64, device=addresses.device)
-        self.taken = torch.zeros(WORD_ROWS, dtype=torch.int32, device=addresses.device)
-
-    def to_send(self) -> WordsToSend:
-        return WordsToSend(self._addresses, self.calls, self._rank, WORD_ROWS)
-
-
 class SumAddNorm:
     """A sum over ranks; see `AllReduce`."""
 
@@ -149,26 +130,14 @@ class SumAddNorm:
 
     def open_to_send(self) -> None:
         """See `AllReduce`. Once for all layers."""
-        words, size = self._width * self._dtype.itemsize // 4, self._communicator.size
-        if size == 2 and self._memory.many is not None and self._memory.sent is None:
+        if self._memory.many is not None and self._memory.sent is None:
+            words = self._width * self._dtype.itemsize // 4
             self._memory.sent = SentMemory.open(self._communicator, words)
-        if self._dtype.itemsize == 2 and self._memory.words is None:
-            found = self._communicator.open_memory(f"sent words of {words}", 2 * size * WORD_ROWS * words)
-            if found is not None:
-                self._memory.words = WordMemory(*found, self._communicator.rank)
 
     def to_send(self, num_rows: int) -> RowsToSend | None:
         """See `AllReduce`."""
         sent = self._memory.sent
         return None if sent is None else sent.to_send(num_rows, self._dtype)
-
-    def words_to_send(self, num_rows: int) -> WordsToSend | None:
-        """See `AllReduce`. Where each rank sends its rows to all others."""
-        is_one_shot = (
-            self._communicator.size == 2 or num_rows * self._width * self._dtype.itemsize < TWO_SHOTS_FROM_BYTES
-        )
-        words = self._memory.words if is_one_shot and num_rows <= WORD_ROWS else None
-        return None if words is None else words.to_send()
 
     def add_norm(
         self, hidden: Tensor, residual: Tensor | None, norm: Tensor, spec: NormSpec, post_norm: Tensor | None,
@@ -179,7 +148,6 @@ class SumAddNorm:
         parts, sent = getattr(hidden, "pelton_parts", None), self._memory.sent
         communicator, memory, size = self._communicator, self._memory, self._communicator.size
         many = memory.many if num_bytes >= MANY_FROM_BYTES else None
-        came = memory.words if hasattr(hidden, "pelton_words") else None
         if not num_bytes or (many is None and num_bytes >= communicator.nccl_from_bytes):
             return None
         if hidden.dtype != self._dtype or norm.dtype != self._dtype:
@@ -191,7 +159,7 @@ class SumAddNorm:
         row_words, num_rows = self._width * hidden.element_size() // 4, len(hidden)
         block = triton.next_power_of_2(row_words)
         communicator.check()
-        memory = many if many is not None and came is None else memory
+        memory = many or memory
         numbers = (num_rows, communicator.limit, spec.eps, 0.0 if post_spec is None else post_spec.eps)
         constants = dict(
             NUMBERS=self._width, ROW=row_words, BLOCK=block, DTYPE=DTYPES[hidden.dtype],
@@ -203,11 +171,6 @@ class SumAddNorm:
             launch(
                 norm_kernel.sum_sent_add_norm_kernel, (num_rows,), *given, sent.came, sent.counts, sent.calls, communicator.failed,
                 num_rows, communicator.limit, parts, *numbers[2:], sent.most_rows, COUNTS=sent.blocks, **constants,
-            )  # fmt: skip
-        elif came is not None:
-            launch(
-                norm_kernel.sum_words_add_norm_kernel, (num_rows,), *given[1:], came.came, came.calls, came.taken, communicator.failed,
-                *numbers[1:], RANK=communicator.rank, SIZE=size, MOST_ROWS=WORD_ROWS, **constants,
             )  # fmt: skip
         elif many is not None:
             rows_at_once = 1 if size == 2 else size

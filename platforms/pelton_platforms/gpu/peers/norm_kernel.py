@@ -10,8 +10,7 @@ the sum to all others. Then each rank sends and takes two rows' worth in place o
 
 Many rows go by kernels of their own, for which what goes over the link counts: a row travels as it is, with one flag behind it.
 Between two ranks in one shot, and so do the `AHEAD` rows after it before the first one's partner is there; between more in two, some
-rows of each rank at once. Rows that the product before has sent on its way (`RowsToSend` of two ranks, `WordsToSend`) are taken from
-where they lie.
+rows of each rank at once. Rows that the product before has sent on its way (`RowsToSend`, two ranks) are taken from where they lie.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pelton_platforms.gpu.peers.kernels import _high, _low, _memory_of, _packed
 
 SLOTS = 2
-PROGRAMS = 128
+PROGRAMS = 64
 """Rows at once. All programs of a launch run at once: each waits for its partners."""
 MOST_WORDS = 8192
 """Of a row, which one program holds."""
@@ -51,11 +50,10 @@ def _wire(words, call):
 
 @triton.jit
 def _wait_row(place, inside, call, failed, limit):
-    """The words there, once all carry the number of the call, or of a later one, which `sum_words_add_norm_kernel` finds out; after `limit`
-    looks `failed` is set, and they are whatever is there."""
+    """The words there, once all carry the number of the call; after `limit` looks `failed` is set, and they are whatever is there."""
     found = tl.load(place, inside, 0, volatile=True)
     looks = 0
-    while (tl.min((((found >> 32).to(tl.int32) - call >= 0) | ~inside).to(tl.int32)) == 0) & (looks < limit):
+    while (tl.min((((found >> 32).to(tl.int32) == call) | ~inside).to(tl.int32)) == 0) & (looks < limit):
         found = tl.load(place, inside, 0, volatile=True)
         looks += 1
     if looks >= limit:
@@ -397,71 +395,6 @@ def sum_sent_add_norm_kernel(
     )  # fmt: skip
     tl.store(total + at, total_words, inside)
     tl.store(normed + at, normed_words, inside)
-
-
-@triton.jit
-def _sum_of_words(
-    came, row, lane, inside, call, failed, limit, ROW: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    MOST_ROWS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    low = tl.zeros([BLOCK], tl.float32)
-    high = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(SIZE):
-        place = came + (((call & 1) * SIZE + rank) * MOST_ROWS + row) * ROW + lane
-        words = _wait_row(place, inside, call, failed, limit)
-        low += _low(words, DTYPE)
-        high += _high(words, DTYPE)
-    return _packed(low, high, DTYPE)
-
-
-@triton.jit
-def sum_words_add_norm_kernel(
-    residual, total, normed, norm, post_norm, came, calls, taken, failed, limit, eps, post_eps,
-    NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
-    MOST_ROWS: tl.constexpr, DTYPE: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As `sum_add_norm_kernel`, of a program a row, for rows that each rank's product has sent to all (`WordsToSend`).
-
-    It does not wait for the product's end, but for its words: where they are, all kernels before the product have ended, so the
-    residual can be read. Which call it was is looked up afterwards, since rows that nobody took lie there too.
-
-    came [2, SIZE, MOST_ROWS, ROW] int64, of calls of even number and of odd ones; calls [1] int64: 1024 for each so far, the one in
-    question too; taken [MOST_ROWS] int32: the last one whose row was taken here."""
-    row = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    inside = lane < ROW
-    weight = tl.load(norm + lane, inside, 0)
-    post_weight = None
-    if post_norm is not None:
-        post_weight = tl.load(post_norm + lane, inside, 0)
-    last = tl.load(taken + row)
-    first_word = came + (RANK * MOST_ROWS + row) * ROW
-    call = last
-    looks = 0
-    while (call - last <= 0) & (looks < limit):
-        even = (tl.load(first_word, volatile=True) >> 32).to(tl.int32)
-        odd = (tl.load(first_word + SIZE * MOST_ROWS * ROW, volatile=True) >> 32).to(tl.int32)
-        call = tl.where(even - odd > 0, even, odd)
-        looks += 1
-    at = row * ROW + lane
-    before = None
-    if residual is not None:
-        before = tl.load(residual + at, inside, 0, volatile=True)  # behind the look
-    found = _sum_of_words(came, row, lane, inside, call, failed, limit, ROW, BLOCK, SIZE, MOST_ROWS, DTYPE)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()  # who follows waits for the end all the same
-    own_call = (tl.load(calls) >> 10).to(tl.int32)
-    if own_call != call:
-        found = _sum_of_words(came, row, lane, inside, own_call, failed, limit, ROW, BLOCK, SIZE, MOST_ROWS, DTYPE)
-        if residual is not None:
-            before = tl.load(residual + at, inside, 0)
-    total_words, normed_words = _finish(
-        found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET, POST_UNIT_OFFSET
-    )
-    tl.store(total + at, total_words, inside)
-    tl.store(normed + at, normed_words, inside)
-    tl.store(taken + row, own_call)
 
 
 def memory_words(size: int, row_words: int) -> int:

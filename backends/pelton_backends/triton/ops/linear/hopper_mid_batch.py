@@ -27,24 +27,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.ops.linear.hopper_split_k import (
-    PANEL_BYTES,
-    activated,
-    call_of,
-    count_call,
-    panel_of,
-    rows_in_memory,
-    send_words,
-    sending,
-)
+from pelton_backends.triton.ops.linear.hopper_split_k import PANEL_BYTES, activated, panel_of, rows_in_memory
 from pelton_backends.triton.ops.linear.mid_batch_tilings import GROUP, MidBatchTiling
 from pelton_backends.triton.ops.pieces import empty_rows
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pelton.ops.interface import WordsToSend
 
 ALL_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 """Of a thread that multiplies, where a program takes all that a multiprocessor has, by warp groups."""
@@ -209,8 +198,8 @@ def _store_part(total, part, R: gl.constexpr, RUN: gl.constexpr):
 
 @gluon.jit
 def _add_parts(
-    partials, counter, weight_scale, x_scale, bias, out, addresses, call, slot, part, row, token, num_tokens,
-    N: gl.constexpr, RUN: gl.constexpr, SPLIT: gl.constexpr, RANKS: gl.constexpr,
+    partials, counter, weight_scale, x_scale, bias, out, slot, part, row, token, num_tokens,
+    N: gl.constexpr, RUN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Each of the SPLIT programs that have a part of K adds all parts of its share of the 64 rows of x, in their order."""
     TOKENS: gl.constexpr = _GROUP // SPLIT
@@ -235,26 +224,17 @@ def _add_parts(
         total += gl.load(bias + gl.minimum(row + columns, N - 1)).to(gl.float32)[None, :]
     is_inside = is_run & (token + place < num_tokens)[:, None] & (row + columns < N)[None, :]
     at = out + (token + place)[:, None] * N + (row + columns)[None, :]
-    result = total.to(out.dtype.element_ty)
-    gl.store(at, result, mask=is_inside)
-    if RANKS[1] > 1:
-        low, high = gl.split(gl.reshape(result, (TOKENS, WIDTH // 2, 2)))
-        pair: gl.constexpr = low.type.layout
-        tokens = part * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, pair))[:, None]
-        words = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, pair))[None, :]
-        is_inside = (words < RUN // 2) & (token + tokens < num_tokens) & (row // 2 + words < N // 2)
-        cells = (token + tokens) * (N // 2) + row // 2 + words
-        send_words(low, high, cells, is_inside, addresses, call, N, RANKS[0], RANKS[1], RANKS[2])
+    gl.store(at, total.to(out.dtype.element_ty), mask=is_inside)
     if gl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 2 * SPLIT - 1:  # all have seen that all are there
         gl.store(counter, 0)
 
 
 @gluon.jit
 def _pass(
-    G: gl.constexpr, done, weight_scale, x_scale, bias, out, partials, counters, addresses, calls, weights, rows, ready, free, row,
-    slot, part, token, num_tokens,
+    G: gl.constexpr, done, weight_scale, x_scale, bias, out, partials, counters, weights, rows, ready, free, row, slot, part, token,
+    num_tokens,
     N: gl.constexpr, ACTIVATION: gl.constexpr, STEPS: gl.constexpr, R: gl.constexpr, SLOT: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, RANKS: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """R rows of the weight, as up to three products a step; `done` steps came before."""
     A: gl.constexpr = _piece(R, 0)
@@ -272,11 +252,6 @@ def _pass(
             b_scale = _scales_of(weight_scale, row + A, N, ACTIVATION, B if B > 0 else 16, COLUMNS)
             c_scale = _scales_of(weight_scale, row + A + B, N, ACTIVATION, C if C > 0 else 16, COLUMNS)
     gdc_wait()
-    call = None
-    if RANKS[1] > 1:
-        gl.static_assert(SPLIT > 1, "rows are sent by who adds the parts of K")
-        call = call_of(calls)
-        count_call(calls, GROUPS * gl.num_programs(0) * gl.num_programs(1) * gl.num_programs(2))
     if x_scale is not None:  # noqa: SIM102
         if SPLIT == 1:
             layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A, COLUMNS // 4])
@@ -313,9 +288,8 @@ def _pass(
         if C > 0:
             _store_part(c, mine + A + B, C, R)
         _add_parts(
-            partials, counters + slot, weight_scale, x_scale, bias, out, addresses, call, slot, part, row, token, num_tokens, N, R,
-            SPLIT, RANKS,
-        )  # fmt: skip
+            partials, counters + slot, weight_scale, x_scale, bias, out, slot, part, row, token, num_tokens, N, R, SPLIT
+        )
     else:
         _store_result(a, a_scale, x_scale, bias, out, row, token, num_tokens, N, ACTIVATION, A)
         if B > 0:
@@ -326,32 +300,31 @@ def _pass(
 
 @gluon.jit
 def _multiply(
-    G: gl.constexpr, weight_scale, x_scale, bias, out, partials, counters, addresses, calls, weights, rows, ready, free, row, slot,
-    part, token, num_tokens,
+    G: gl.constexpr, weight_scale, x_scale, bias, out, partials, counters, weights, rows, ready, free, row, slot, part, token,
+    num_tokens,
     N: gl.constexpr, ACTIVATION: gl.constexpr, STEPS: gl.constexpr, RUN: gl.constexpr, R: gl.constexpr, SLOT: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, RANKS: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of x by the program's rows of the weight, R and then the rest of RUN."""
     _pass(
-        G, 0, weight_scale, x_scale, bias, out, partials, counters, addresses, calls, weights, rows, ready, free, row,
-        slot * GROUPS + G, part, token + G * _GROUP, num_tokens, N, ACTIVATION, STEPS, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+        G, 0, weight_scale, x_scale, bias, out, partials, counters, weights, rows, ready, free, row, slot * GROUPS + G, part,
+        token + G * _GROUP, num_tokens, N, ACTIVATION, STEPS, R, SLOT, GROUPS, STAGES, SPLIT,
     )  # fmt: skip
     if RUN > R:
         gl.static_assert(SPLIT == 1, "rows that are left over, or parts of K, not both")
         _pass(
-            G, STEPS, weight_scale, x_scale, bias, out, partials, counters, addresses, calls, weights, rows, ready, free, row + R,
-            slot, part, token + G * _GROUP, num_tokens, N, ACTIVATION, STEPS, RUN - R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+            G, STEPS, weight_scale, x_scale, bias, out, partials, counters, weights, rows, ready, free, row + R, slot, part,
+            token + G * _GROUP, num_tokens, N, ACTIVATION, STEPS, RUN - R, SLOT, GROUPS, STAGES, SPLIT,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def mid_batch_kernel(
-    x, weight, weight_scale, x_scale, bias, out, partials, counters, addresses, calls, num_tokens,
+    x, weight, weight_scale, x_scale, bias, out, partials, counters, num_tokens,
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, RUN: gl.constexpr, R: gl.constexpr, BOX: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr, COPYING: gl.constexpr,
-    RANKS: gl.constexpr,
 ):  # fmt: skip
-    """RUN rows of the weight by 64 GROUPS rows of x over a SPLIT-th of K. addresses, calls, RANKS: see `sending`.
+    """RUN rows of the weight by 64 GROUPS rows of x over a SPLIT-th of K.
 
     Programs that add their parts together wait for each other. They follow one another in the order in which programs start,
     so at most SPLIT - 1 of a launch ever wait for some that have not started."""
@@ -377,8 +350,8 @@ def mid_batch_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_copy, (x, weight, weights, rows, ready, free, row, first, token, STEPS, RUN, R, SLOT, BOX, GROUPS, STAGES, IS_PAIRED)),
             ],
@@ -389,12 +362,12 @@ def mid_batch_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(1), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(1), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_copy, (x, weight, weights, rows, ready, free, row, first, token, STEPS, RUN, R, SLOT, BOX, GROUPS, STAGES, IS_PAIRED)),
             ],
@@ -405,16 +378,16 @@ def mid_batch_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(1), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(1), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(2), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(2), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_copy, (x, weight, weights, rows, ready, free, row, first, token, STEPS, RUN, R, SLOT, BOX, GROUPS, STAGES, IS_PAIRED)),
             ],
@@ -426,20 +399,20 @@ def mid_batch_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(0), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(1), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(1), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(2), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(2), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(3), weight_scale, x_scale, bias, out, partials, counters, addresses, calls, flat, rows, ready, free,
-                    row, slot, part, token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT, RANKS,
+                    gl.constexpr(3), weight_scale, x_scale, bias, out, partials, counters, flat, rows, ready, free, row, slot, part,
+                    token, num_tokens, N, ACTIVATION, STEPS, RUN, R, SLOT, GROUPS, STAGES, SPLIT,
                 )),
                 (_copy, (x, weight, weights, rows, ready, free, row, first, token, STEPS, RUN, R, SLOT, BOX, GROUPS, STAGES, IS_PAIRED)),
             ],
@@ -497,10 +470,8 @@ class MidBatchProduct:
         *,
         x_scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
-        sent: WordsToSend | None = None,
     ) -> Tensor:
-        """x_scale: [T] float32, where the weight has scales too; dtype: of the result, if not that of x; sent: see `sending`, where parts
-        of K are added."""
+        """x_scale: [T] float32, where the weight has scales too; dtype: of the result, if not that of x."""
         num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
         activation = self._activation
         run, rows, groups, split, stages, registers = tiling
@@ -521,21 +492,19 @@ class MidBatchProduct:
             describe = rows_of if activation is None else paired_rows_of
             weight = self._described[box] = describe(self._weight, out_features, box)
         rows_of_x = rows_of(x, rows_in_memory(x, num_blocks * groups * GROUP), GROUP)
-        addresses, calls, ranks = sending(sent if split > 1 else None, split * num_blocks * num_runs * groups, out)
         _launch(
             (
                 x.dtype, out.dtype, x.device, out_features, in_features, activation, self._bias is None, self._alignment,
-                tiling, ranks,
+                tiling,
             ),
             (split, num_blocks, num_runs),
             (
-                rows_of_x, weight, self._weight_scale, x_scale, self._bias, out, partials, self._counters, addresses, calls,
-                num_tokens,
+                rows_of_x, weight, self._weight_scale, x_scale, self._bias, out, partials, self._counters, num_tokens,
             ),
             {
                 "N": out_features, "K": in_features, "ACTIVATION": activation, "RUN": run, "R": rows, "BOX": box,
                 "GROUPS": groups, "STAGES": stages, "SPLIT": split, "REGISTERS": multiplying,
-                "COPYING": copying, "RANKS": ranks,
+                "COPYING": copying,
             },
             num_warps=4, maxnreg=registers or None, **launch_options(has_pdl(x.device)),
         )  # fmt: skip

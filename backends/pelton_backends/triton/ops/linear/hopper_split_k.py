@@ -30,8 +30,6 @@ from pelton_backends.triton.runtime import has_pdl, launch_options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pelton.ops.interface import WordsToSend
-
 PANEL_BYTES = 128  # of a row: the widest swizzle of shared memory
 PROGRAMS = 132  # that run at once, one a multiprocessor of an H200
 LONG_ROW = 8192
@@ -93,39 +91,12 @@ def scales_of_tokens(x_scale, token, num_tokens, M: gl.constexpr):
 
 
 @gluon.jit
-def call_of(calls):
-    return (gl.load(calls) >> 10).to(gl.int32) + 1
-
-
-@gluon.jit
-def count_call(calls, num_parts):
-    """Add one of num_parts, a power of two, to the calls; see `WordsToSend`."""
-    gl.thread_barrier()  # all threads have read it
-    gl.atomic_add(calls, (1024 // num_parts).to(gl.int64), sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def send_words(
-    low, high, cells, is_inside, addresses, call, N: gl.constexpr, RANK: gl.constexpr, SIZE: gl.constexpr, MOST_ROWS: gl.constexpr
-):  # fmt: skip
-    """low, high: neighbouring columns of a result, in 16 bits; cells: places of their words in [tokens, N / 2]. See `WordsToSend`."""
-    upper = high.to(gl.int16, bitcast=True).to(gl.int64) << 16
-    wire = low.to(gl.int16, bitcast=True).to(gl.int64) & 65535 | upper & 0xFFFF0000 | call.to(gl.int64) << 32
-    place = ((call & 1) * SIZE + RANK) * (MOST_ROWS * (N // 2))
-    for rank in gl.static_range(SIZE):
-        memory = gl.load(addresses + rank).to(gl.pointer_type(gl.int64)) + place
-        gl.store(memory + cells, wire, mask=is_inside)
-
-
-@gluon.jit
 def store_result(
     total, weight_scale, x_scale, bias, out, tile, token, num_tokens,
-    N: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr, addresses=None, call=None,
-    RANK: gl.constexpr = 0, SIZE: gl.constexpr = 1, MOST_ROWS: gl.constexpr = 0,
+    N: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """Scales, bias, activation and the only rounding of the product, of [R, M] float32; out is [T, N] or [T, N / 2]. The scales: None,
-    or as `scales_of_rows` and `scales_of_tokens` give them. Without an activation the result goes to SIZE ranks too, as `WordsToSend`
-    says, N even."""
+    or as `scales_of_rows` and `scales_of_tokens` give them."""
     dtype: gl.constexpr = out.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
     total = gl.convert_layout(total, layout)
@@ -137,15 +108,7 @@ def store_result(
         if bias is not None:
             total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[:, None]
         is_inside = (tokens < num_tokens)[None, :] & (columns < N)[:, None]
-        result = total.to(dtype)
-        gl.store(out + tokens[None, :] * N + columns[:, None], result, mask=is_inside)
-        if SIZE > 1:
-            low, high = gl.split(gl.permute(gl.reshape(result, (R // 2, 2, M)), (0, 2, 1)))
-            pair: gl.constexpr = low.type.layout
-            words = tile * (R // 2) + gl.arange(0, R // 2, gl.SliceLayout(1, pair))[:, None]
-            tokens = token + gl.arange(0, M, gl.SliceLayout(0, pair))[None, :]
-            is_inside = (tokens < num_tokens) & (words < N // 2)
-            send_words(low, high, tokens * (N // 2) + words, is_inside, addresses, call, N, RANK, SIZE, MOST_ROWS)
+        gl.store(out + tokens[None, :] * N + columns[:, None], total.to(dtype), mask=is_inside)
     else:  # a thread has neighbouring rows: of the gate and of up
         HALF: gl.constexpr = N // 2
         gate, up = gl.split(gl.permute(gl.reshape(total, (R // 2, 2, M)), (0, 2, 1)))
@@ -164,7 +127,6 @@ def store_result(
 def store_split(
     total, place, part, partials, counters, weight_scale, x_scale, bias, out, tile, token, num_tokens,
     N: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr, SPLIT: gl.constexpr, layout: gl.constexpr,
-    addresses=None, call=None, RANK: gl.constexpr = 0, SIZE: gl.constexpr = 1, MOST_ROWS: gl.constexpr = 0,
 ):  # fmt: skip
     """`store_result` of the sum of SPLIT programs' totals, by the last of them; place: of the tile among all."""
     if SPLIT > 1:
@@ -180,15 +142,9 @@ def store_split(
             total = gl.load(partials + slot * (R * M) + cells, cache_modifier=".cg")
             for i in gl.static_range(1, SPLIT):
                 total += gl.load(partials + (slot + i) * (R * M) + cells, cache_modifier=".cg")
-            store_result(
-                total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R, addresses, call, RANK, SIZE,
-                MOST_ROWS,
-            )  # fmt: skip
+            store_result(total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
     else:
-        store_result(
-            total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R, addresses, call, RANK, SIZE,
-            MOST_ROWS,
-        )  # fmt: skip
+        store_result(total, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R)
 
 
 @gluon.jit
@@ -210,13 +166,11 @@ def add_stage(
 
 @gluon.jit(do_not_specialize=["num_tokens"])
 def multiply_kernel(
-    x, weight, weight_scale, x_scale, bias, out, partials, counters, addresses, calls, num_tokens,
+    x, weight, weight_scale, x_scale, bias, out, partials, counters, num_tokens,
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr,
     M: gl.constexpr, R: gl.constexpr, C: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    RANK: gl.constexpr, SIZE: gl.constexpr, MOST_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """R rows of the weight by a SPLIT-th of K, for M rows of x. addresses, calls, RANK, MOST_ROWS: of `WordsToSend`; SIZE: of ranks,
-    1 where nothing is sent.
+    """R rows of the weight by a SPLIT-th of K, for M rows of x.
 
     A ring of STAGES buffers, C columns each, for both: filled with weights before the wait for the kernels before, with x
     after it, and anew as the products (wgmma, weights on the left) of a buffer are done. Numbers of 8 bits have scales.
@@ -250,10 +204,6 @@ def multiply_kernel(
     gdc_wait()
     for i in gl.static_range(STAGES):
         fetch(x, token, first + i * PANELS, row_barriers.index(i), rows.index(i), False)
-    call = None
-    if SIZE > 1:
-        call = call_of(calls)
-        count_call(calls, gl.num_programs(0) * gl.num_programs(1) * gl.num_programs(2))
     if x_scale is not None:
         x_scale = scales_of_tokens(x_scale, token, num_tokens, M)
 
@@ -278,7 +228,7 @@ def multiply_kernel(
     place = tile * gl.num_programs(2) + gl.program_id(2)
     store_split(
         total, place, part, partials, counters, weight_scale, x_scale, bias, out, tile, token, num_tokens, N, ACTIVATION, M, R,
-        SPLIT, layout, addresses, call, RANK, SIZE, MOST_ROWS,
+        SPLIT, layout,
     )  # fmt: skip
 
 
@@ -372,17 +322,6 @@ def can_multiply(weight: Tensor) -> bool:
     return is_hopper(weight.device) and is_readable and weight.dtype in DTYPES
 
 
-def sending(
-    sent: WordsToSend | None, num_parts: int, out: Tensor
-) -> tuple[Tensor | None, Tensor | None, tuple[int, int, int]]:
-    """-> addresses, calls, (rank, size, most rows), for a launch of which num_parts count the call. (0, 1, 0): nothing is sent, as where
-    parts are no power of two. A result that is sent gets the attribute `pelton_words`."""
-    if sent is None or num_parts > 1024 or num_parts.bit_count() != 1:
-        return None, None, (0, 1, 0)
-    out.pelton_words = True  # type: ignore[attr-defined]
-    return sent.addresses, sent.calls, (sent.rank, len(sent.addresses), sent.most_rows)
-
-
 class HopperProduct:
     """`split_k.multiply` with one weight; its contract and roundings, for K a multiple of 64 (of 128 in 8 bits).
 
@@ -422,10 +361,8 @@ class HopperProduct:
         *,
         x_scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
-        sent: WordsToSend | None = None,
     ) -> Tensor:
-        """x_scale: [T] float32, where the weight has scales too; dtype: of the result, if not that of x; sent: without an activation, of
-        16 bits and an even number of columns, see `sending`."""
+        """x_scale: [T] float32, where the weight has scales too; dtype: of the result, if not that of x."""
         num_tokens, (out_features, in_features) = x.shape[0], self._weight.shape
         activation = self._activation
         tiling = tiling or choose_hopper_tiling(num_tokens, out_features, in_features, x.element_size())
@@ -445,21 +382,18 @@ class HopperProduct:
             weight = self._described[rows, panels] = describe(self._weight, out_features, rows, panels)
         # What lies behind x's rows is multiplied too where there is memory: it reaches no row of the result.
         rows_of_x = panels_of(x, rows_in_memory(x, num_blocks * tokens), tokens, panels)
-        addresses, calls, ranks = sending(sent, num_tiles * split * num_blocks, out)
         _launch(
             (
                 x.dtype, out.dtype, x.device, out_features, in_features, activation, self._bias is None, self._alignment,
-                tiling, ranks,
+                tiling,
             ),
             (num_tiles, split, num_blocks),
             (
-                rows_of_x, weight, self._weight_scale, x_scale, self._bias, out, partials, self._counters, addresses, calls,
-                num_tokens,
+                rows_of_x, weight, self._weight_scale, x_scale, self._bias, out, partials, self._counters, num_tokens,
             ),
             {
                 "N": out_features, "K": in_features, "ACTIVATION": activation,
                 "M": tokens, "R": rows, "C": columns, "SPLIT": split, "STAGES": stages,
-                "RANK": ranks[0], "SIZE": ranks[1], "MOST_ROWS": ranks[2],
             },
             num_warps=4, **launch_options(has_pdl(x.device)),
         )  # fmt: skip

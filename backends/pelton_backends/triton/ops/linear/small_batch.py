@@ -19,7 +19,6 @@ from pelton.ops.interface import (
     AddNormLinear,
     AddNormLinearNeeds,
     AddNormLinearTensors,
-    AllReduce,
     Linear,
     LinearNeeds,
     LinearTensors,
@@ -57,10 +56,8 @@ def prefers_library(num_tokens: int, weight: Tensor) -> bool:
     return num_tokens > MAX_TOKENS_OF_LARGE and weight.numel() > SMALL_MATRIX
 
 
-def product_of(
-    weights: LinearWeights, activation: str | None = None, reduce: AllReduce | None = None
-) -> Callable[[Tensor], Tensor]:
-    """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves. reduce: as in `LinearTensors`."""
+def product_of(weights: LinearWeights, activation: str | None = None) -> Callable[[Tensor], Tensor]:
+    """x [T, K] -> x @ weight.T + bias, or activation(gate) * up of its halves."""
     weight, bias = weights.tensors["weight"], weights.bias
     sizes = (*weight.shape, activation is not None)
     # One a weight tile and block of tokens, for the last of its parts to be known; zeros whenever no kernel runs.
@@ -70,23 +67,17 @@ def product_of(
     few = HopperProduct(weight, bias, activation, counters)
     more = MidBatchProduct(weight, bias, activation, counters)
     library = LibraryProduct(weight)
-    words_to_send = getattr(reduce, "words_to_send", None)  # see `AllReduce`
-    if words_to_send is not None:
-        reduce.open_to_send()  # type: ignore[union-attr]
 
     def product(x: Tensor) -> Tensor:
         is_readable = is_for_hopper and few.takes(x)
         tiling = choose_mid_batch_tiling(x.shape[0], *sizes) if is_readable else None
-        sent = None if words_to_send is None else words_to_send(x.shape[0])
         if tiling is not None:
-            return more(x, tiling, sent=sent)
+            return more(x, tiling)
         if prefers_library(x.shape[0], weight):
             out = empty_rows(x.shape[0], weight.shape[0], x)
             rows = library(x, out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
             return rows if activation is None else gated(rows, activation)
-        if not is_readable:
-            return multiply(x, weight, bias, activation, counters)
-        return few(x, sent=sent)
+        return few(x) if is_readable else multiply(x, weight, bias, activation, counters)
 
     return product
 
@@ -98,7 +89,7 @@ class SmallBatchLinear:
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        return product_of(tensors.linear, None, tensors.reduce)
+        return product_of(tensors.linear)
 
 
 class SmallBatchAddNormLinear:
