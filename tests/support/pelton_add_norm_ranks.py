@@ -185,7 +185,7 @@ def main() -> int:
     if size > 2:
         add_norm.TWO_SHOTS_FROM_BYTES = 0
         report["two shots"] = list(checks.run())
-    add_norm.MANY_FROM_BYTES = 0
+    add_norm.MANY_FROM_BYTES = add_norm.MANY_FROM_BYTES_OF_MORE = 0
     report["compiled alone"] = list(checks.compiled_alone())
     report["many rows"] = list(checks.run(MANY_SHAPES if device == "cpu" else GPU_MANY_SHAPES))
     if device != "cpu":

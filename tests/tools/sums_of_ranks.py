@@ -70,7 +70,8 @@ def of_rank(rank: int, size: int, store: str, width: int, all_rows: list[int]) -
     group.nccl_from_bytes = never
     for rows in all_rows:
         found = {"rows": rows}
-        for kind, (add_norm.TWO_SHOTS_FROM_BYTES, add_norm.MANY_FROM_BYTES) in kinds.items():
+        for kind, (add_norm.TWO_SHOTS_FROM_BYTES, many_from) in kinds.items():
+            add_norm.MANY_FROM_BYTES = add_norm.MANY_FROM_BYTES_OF_MORE = many_from
             if kind == "a flag a row" or rows * width <= 1 << 20:
                 found[kind] = timed(fused, rows)
         if group.nccl is not None:

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pelton_platforms.gpu.peers.kernels import _high, _low, _memory_of, _packed
 
 SLOTS = 2
-PROGRAMS = 64
+PROGRAMS = 128
 """Rows at once. All programs of a launch run at once: each waits for its partners."""
 MOST_WORDS = 8192
 """Of a row, which one program holds."""
