@@ -155,7 +155,6 @@ def adapted_words_kernel(
     pid = gl.program_id(0)
     weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
     rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    low_buffer = gl.allocate_shared_memory(x.dtype, [PANELS, M, PANEL], gl.NVMMASharedLayout(128, 16, 2))
     weight_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     row_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -168,6 +167,8 @@ def adapted_words_kernel(
             num_tokens, num_blocks, K, M, R, C, STAGES, RANK, NUM_PARTS, SHARES,
         )  # fmt: skip
     else:
+        # Here, so that it lies where the other programs have what they need to store A x.
+        low_buffer = gl.allocate_shared_memory(x.dtype, [PANELS, M, PANEL], gl.NVMMASharedLayout(128, 16, 2))
         pid -= low_programs
         tile = pid % TILES
         split = pid // TILES % SPLIT
