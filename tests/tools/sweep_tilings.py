@@ -128,7 +128,9 @@ class Layers:
     def _normed(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
         if self.dtype.itemsize == 2:
             return add_norm(x, residual, self._norm, self._spec)
-        residual, rows, scales = add_norm_rounded(x, residual, Norm(self._norm, self._spec.eps, False), None, None, None)
+        residual, rows, scales = add_norm_rounded(
+            x, residual, Norm(self._norm, self._spec.eps, False), None, None, None
+        )
         return residual, (rows, scales)
 
     def alone(self, name: str, tiling: Tiling) -> Tensor:
