@@ -108,6 +108,7 @@ def test_products_of_many_adapters(count: int, num_slots: int, rank: int) -> Non
         (1024, (1024, 256, 256), {"norm": True}),
         (9216, (512,), {"has_bias": True}),
         (1024, (9216, 9216), {"norm": True, "activation": "silu"}),
+        (4096, (9216, 9216), {"norm": True, "activation": "silu"}),  # A of few of them in more shares
     ):
         case = AdaptedCase(
             slots, size, parts, dtype=torch.bfloat16, device="cuda", rank=rank, num_slots=num_slots, **options

@@ -138,6 +138,9 @@ ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
         lora_hopper.LoraHopperAddNormLinear, [0, 1, -1, 2] * 8,
         {"size": 1024, "parts": (3072, 3072), "norm": True, "activation": "silu"},
     ),
+    "O of 32 rows with adapters": (
+        lora_hopper.LoraHopperLinear, [0, 1, -1, 2] * 8, {"size": 4096, "parts": (4096,), "num_slots": 8},
+    ),
     "down of 32 rows with adapters": (lora_hopper.LoraHopperLinear, [0, 1, -1, 2] * 8, {"size": 3072, "parts": (1024,)}),
     "down of 64 rows, an adapter each": (
         lora_hopper.LoraHopperLinear, [*range(64)], {"size": 8192, "parts": (2048,), "num_slots": 64},
@@ -599,7 +602,11 @@ def compile_kernels(
         else:
             getattr(attention, name)()
         for kernel in compiled:
-            yield {"dtypes": [dtype, kv_dtype], "of": name, "kernel": kernel.name}, kernel.asm["cubin"]
+            shared = kernel.metadata.shared
+            yield (
+                {"dtypes": [dtype, kv_dtype], "of": name, "kernel": kernel.name, "shared": shared},
+                kernel.asm["cubin"],
+            )
         compiled.clear()
 
 

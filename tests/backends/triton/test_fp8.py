@@ -202,10 +202,10 @@ def test_tilings_of_65_to_128_rows_cover_the_product_and_fit_the_device():
         if tiling is None:
             continue
         chosen[out, size] = tiling
-        assert 64 < num_tokens <= 128 and tiling.groups == 2 and tiling.run == tiling.rows <= 256
+        assert 64 < num_tokens <= 128 and tiling.run == tiling.rows <= 256
         assert size % (128 * tiling.split) == 0 and not (is_gated and (tiling.split > 1 or out % 16))
-        assert 96 <= triton.cdiv(out, tiling.run) * tiling.split <= 132
-        assert (triton.next_power_of_2(tiling.rows) + 128) * 128 * tiling.stages <= 225_000
+        assert 96 <= triton.cdiv(out, tiling.run) * tiling.split * triton.cdiv(num_tokens, 64 * tiling.groups) <= 132
+        assert (triton.next_power_of_2(tiling.rows) + 64 * tiling.groups) * 128 * tiling.stages <= 225_000
     assert set(chosen) == {(28672, 4096), (24576, 4096), (4096, 14336), (3216, 18432)}
 
 

@@ -176,11 +176,15 @@ def test_the_best_token_comes_with_the_logits(num_rows, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [2, 32, 33, 128])
-def test_wide_rows_have_the_best_token_in_place_of_logits(num_rows, device):
-    """Logits that are written come from cuBLAS there, which may round otherwise."""
+@pytest.mark.parametrize(
+    ("num_rows", "many_tokens"), [(2, 1 << 16), (32, 1 << 16), (33, 1 << 16), (128, 1 << 16), (100, 3001)]
+)
+def test_wide_rows_have_the_best_token_in_place_of_logits(num_rows, many_tokens, monkeypatch, device):
+    """Logits that are written come from cuBLAS there, which may round otherwise. many_tokens: from here on a vocabulary is large."""
+    from pelton_backends.triton.ops.linear import hopper_wide_vocab
     from pelton_backends.triton.ops.sampling.best import best_of
 
+    monkeypatch.setattr(hopper_wide_vocab, "MANY_TOKENS", many_tokens)
     if torch.cuda.get_device_capability(device)[0] != 9:
         pytest.skip("needs compute capability 9.0")
     case = make_case(128, 4096, 3001, torch.bfloat16, device)
@@ -201,6 +205,8 @@ def test_rows_of_two_warp_groups_and_few_columns_take_the_kernel_that_was_measur
     weights = {size: torch.empty(8, size, device="meta") for size in (1024, 2048, 4096)}
     assert [rows for rows in (1, 64, 65, 128, 129) if takes_wide(rows, weights[1024])] == [65, 128]
     assert takes_wide(128, weights[2048]) and not takes_wide(128, weights[4096])
+    large = {size: torch.empty(1 << 16, size, device="meta") for size in (4096, 5120)}
+    assert takes_wide(128, large[4096]) and not takes_wide(64, large[4096]) and not takes_wide(128, large[5120])
 
 
 def test_a_part_of_the_logits_has_no_best_tokens():

@@ -67,6 +67,25 @@ def test_shares_cover_all_columns(num_tokens, size, rank):
     assert rows == (1 if num_tokens == 1 else 16)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_slots", "in_features", "shares"),
+    [
+        (32, 8, 4096, 8),
+        (2, 8, 4096, 8),
+        (32, 8, 2048, 4),
+        (32, 8, 8192, 4),
+        (32, 16, 4096, 4),
+        (64, 8, 4096, 4),
+        (64, 64, 4096, 4),
+    ],
+)
+def test_few_adapters_of_gate_and_up_are_cut_into_more_shares(num_tokens, num_slots, in_features, shares):
+    tiling = hopper.choose_adapted_tiling(num_tokens, 28672, in_features, 16, 2, num_slots, is_gated=True)
+    assert tiling.shares == shares
+    if shares == 8:
+        assert in_features <= tiling.columns * tiling.stages * shares, "a share comes in before the wait"
+
+
 @pytest.mark.parametrize("num_sms", [78, 132])
 @pytest.mark.parametrize(("num_tokens", "num_slots", "rank"), [(32, 8, 16), (64, 64, 16), (17, 3, 64), (64, 20, 32)])
 @pytest.mark.parametrize(("out_features", "in_features"), [(6144, 4096), (4096, 14336), (512, 9216), (1024, 1024)])

@@ -1,7 +1,7 @@
 """Logits of some rows on Hopper, and each row's best token with them: greedy rows are not read from memory again.
 
 Programs stay: each takes pieces of the vocabulary one after the other, and the next one's weights are on their way while the best
-tokens of one are found. 65 rows and more of up to 2,048 columns have a kernel of their own (`hopper_wide_vocab.py`).
+tokens of one are found. 65 rows and more mostly have a kernel of their own (`hopper_wide_vocab.takes_wide`).
 """
 
 from __future__ import annotations

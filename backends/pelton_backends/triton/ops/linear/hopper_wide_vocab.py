@@ -36,8 +36,8 @@ PANEL = 64  # columns of a step: 128 bytes, the widest swizzle of shared memory
 UNIT = 128  # rows of the vocabulary of a product, of which a piece has two
 GROUPS = 2  # of 64 rows of x, a warp group each
 STAGES = 4  # buffers: all of the memory
-MAX_COLUMNS = 2048
-"""Of x: more were not measured."""
+MAX_COLUMNS, MAX_COLUMNS_OF_MANY, MANY_TOKENS = 2048, 4096, 1 << 16
+"""Columns of x, and with a vocabulary of so many tokens: more were not measured."""
 _PANEL, _UNIT, _GROUP, _GROUPS = gl.constexpr(PANEL), gl.constexpr(UNIT), gl.constexpr(GROUP), gl.constexpr(GROUPS)
 _PIECE = gl.constexpr(2 * UNIT)
 
@@ -172,9 +172,13 @@ def takes_wide(num_tokens: int, weight: Tensor) -> bool:
     """Return whether this kernel is for so many rows: where it was measured to be faster, 151,936 x 1,024 on an H200, us, by
     `hopper_vocab` and here: 128 rows 101.2 and 88.3, with the logits written 124.1 and 117.6.
 
+    128,256 x 4,096 take 259 and 249 with 128 rows.
+
     Three units a piece take 88.5 and 119.8, and 86.8 where each program begins with columns of its own, but then the best
     tokens would be of other sums than logits that are written in another order. 64 rows by one warp group 78.4, for 86.0."""
-    return GROUP < num_tokens <= GROUPS * GROUP and STAGES * PANEL <= weight.shape[1] <= MAX_COLUMNS
+    vocab_size, columns = weight.shape
+    most = MAX_COLUMNS_OF_MANY if vocab_size >= MANY_TOKENS else MAX_COLUMNS
+    return GROUP < num_tokens <= GROUPS * GROUP and STAGES * PANEL <= columns <= most
 
 
 class WideVocabProduct:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 MAX_TOKENS = 64
 MOST_SHARES = 8
 _OWN_SHARES = 4  # of programs that do nothing else
+_GATED_SHARES, _FEW_TOKENS = 8, 32  # of gate and up, of up to so many rows
 _SHARE_COLUMNS = 512  # of x, at least
 _SCRATCH = 10 << 10
 _PROGRAMS = 132  # that an H200 runs at once
@@ -263,7 +264,8 @@ def choose_adapted_tiling(
     """The base product's, so that sums are made in its order, with as many buffers as there is memory for.
 
     A x in four shares is there before the last weights are. Where only the programs of two shares find multiprocessors beside
-    those of the weight, it is two.
+    those of the weight, it is two. A of gate and of up that is one tile each is cut into eight, which come in whole before the
+    wait: 0.2 to 0.6 us a layer of Llama-3.1-8B less with 32 rows and 8 adapters (H200).
     """
     rows, columns, split, stages, tokens = choose_hopper_tiling(num_tokens, out_features, in_features)
     stages = min(stages, triton.cdiv(in_features, columns * split))
@@ -272,6 +274,9 @@ def choose_adapted_tiling(
     shares = 2 if programs + 2 * others <= _PROGRAMS < programs + 4 * others else _OWN_SHARES
     if is_gated:
         stages = max(2, stages)
+        comes_in_whole = in_features <= columns * stages * _GATED_SHARES
+        if num_tokens <= _FEW_TOKENS and others == num_parts and comes_in_whole:
+            shares = _GATED_SHARES
         while shares > 1 and in_features < _SHARE_COLUMNS * shares:
             shares //= 2
     else:
