@@ -57,11 +57,9 @@ class OpImplementation(Protocol):
 
     def unsupported(self, needs: Any) -> list[str]:
         """Why `needs` cannot be served; an empty list means they can."""
-        ...
 
     def bind(self, needs: Any, tensors: Any) -> Callable[..., Any]:
         """The callable that the layer keeps. Tensors are allocated, not filled yet; their addresses do not change."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +188,6 @@ class EmbedTensors:
 class Embed(Protocol):
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, H], partial: zeros for ids of other ranks."""
-        ...
 
 
 # add_norm: the end of a sub-layer, and the norm of the one that reads it.
@@ -217,7 +214,6 @@ class AddNorm(Protocol):
 
         hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten.
         """
-        ...
 
 
 # add_norm_linear: the norm before attention, and QKV.
@@ -242,7 +238,6 @@ class AddNormLinear(Protocol):
 
         hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten.
         """
-        ...
 
 
 # qk_norm_rope_write_kv: from QKV's rows to the query, keys and values written.
@@ -278,7 +273,6 @@ class QkNormRopeWriteKv(Protocol):
         int64; slot_mapping [T] int64, -1 skips the row; k_cache, v_cache [num_blocks, block_size, num_kv_heads, D] views with
         a contiguous last axis.
         """
-        ...
 
 
 # linear: O and down projections.
@@ -301,7 +295,6 @@ class LinearTensors:
 class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out], partial over ranks. Optional: `take_activation(name)`: True: results have it from now on."""
-        ...
 
 
 # gated: the activation between the matrices of an MLP.
@@ -322,7 +315,6 @@ class GatedTensors:
 class Gated(Protocol):
     def __call__(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I], gate and up -> activation(gate) * up [T, I]."""
-        ...
 
 
 # add_norm_gated_linear: the norm before the MLP, gate and up, activation.
@@ -343,7 +335,6 @@ class AddNormGatedLinearTensors(AddNormLinearTensors):
 class AddNormGatedLinear(Protocol):
     def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `AddNormLinear`, but returns (activation(gate) * up [T, I], residual')."""
-        ...
 
 
 # add_norm_logits: the end of the model, for the rows that sample.
@@ -365,7 +356,6 @@ class AddNormLogitsTensors(AddNormLinearTensors):
 class AddNormLogits(Protocol):
     def __call__(self, hidden: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         """hidden, residual [T, H], left as they are; rows [n] int64 -> logits [n, vocab_size] float32."""
-        ...
 
 
 # all_reduce: bound once, used by the ops that read partial results.
@@ -420,7 +410,6 @@ class Sample(Protocol):
         `share_keys(logits, slots, count) -> [n] int64`, larger ones of better tokens, of a rank's logits whose first `count` columns
         are tokens, and `end_shares(keys [ranks, n], width, slots, result)` for the rest; rank r has the tokens from r `width` on.
         """
-        ...
 
 
 # logprobs: of given tokens, as prompts ask for them.
@@ -445,7 +434,6 @@ class Logprobs(Protocol):
         logits [n, V] float32; token_ids [n] int64; target [n, 1 + num_logprobs] twice, ranks [n], contiguous. Alternatives
         that are equally likely may come in any order.
         """
-        ...
 
 
 # prepare_inputs: from the batch state and one step's columns to input ids, positions and attention metadata.
@@ -471,8 +459,13 @@ class PrepareInputs(Protocol):
 
         slots, num_scheduled [R] int64, R = shape.num_padded_reqs; padding rows come last, with `state.padding_slot` and 0.
         Of a row's block table only the blocks that hold its tokens need be written.
+
+        Optional, where kernels reach pinned host memory, both made for capture: `take(parts [P, 2 + N], turn [1], taken [1], place [1],
+        columns [n], num_rows)`, all int64, parts and taken pinned. Of part turn % P the first number goes to `place`, those from the
+        third on to `columns`; columns 2 + 2 g and 3 + 2 g, of num_rows each, are cells of group g's block table and the ids for them,
+        which it gets; turn + 1 goes to `turn`, and to `taken` when the part is read. `give(result, place [1])` copies `result`,
+        contiguous, to the pinned memory whose address `place` has, and nowhere when that is 0.
         """
-        ...
 
 
 # All of them.

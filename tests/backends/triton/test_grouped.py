@@ -116,7 +116,7 @@ def test_columns_that_fill_no_block_and_rows_that_fill_no_tile(device):
 
 
 def test_several_pieces_of_a_long_row(device):
-    for bits, size in ((4, 9216), (8, 5120)):
+    for bits, size in ((4, 9216), (4, 2304), (8, 5120)):
         check(make(1, size, 16, device, bits, 128, norm=False), GroupedLinear)
     check(make(1, 256, 1100, device, 4, 128, norm=False), GroupedLinear)  # 32 rows a program
 

@@ -214,3 +214,45 @@ def test_replay_follows_the_state(device):
         assert torch.equal(buffers.seq_lens[:4], want.seq_lens)
         assert torch.equal(buffers.query_start_loc[:5], want.query_start_loc)
         assert torch.equal(buffers.slot_mapping[0][:4], want.slot_mapping)
+
+
+def pinned(*shape: int, dtype=torch.int64) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, pin_memory=torch.cuda.is_available())
+
+
+@pytest.mark.parametrize("num_rows, block_sizes", [(3, (4,)), (1, (4, 8)), (700, (2, 4))])
+def test_a_step_takes_its_columns_from_pinned_memory(device, num_rows, block_sizes):
+    """The second part, then the first: its columns, where its result goes, and blocks for the tables of all groups."""
+    state = make_state(device, num_seqs=num_rows, max_len=16, block_sizes=block_sizes)
+    op = bind(state, make_buffers(state, num_rows))
+    count = (2 + 2 * len(block_sizes)) * num_rows + 5
+    parts, taken = pinned(2, 2 + count + 3), pinned(1)
+    turn, place = torch.tensor([7], device=device), torch.tensor([-1], device=device)
+    generator, columns = torch.Generator().manual_seed(1), torch.full((count,), -1, device=device)
+    for step in (7, 8):
+        part = parts[step % 2]
+        part[:] = torch.randint(0, 1000, part.shape, generator=generator)
+        part[0] = 2**40 + step
+        wanted = [table.clone() for table in state.block_tables]
+        for group, table in enumerate(wanted):
+            cells, ids = part[2 + (2 + 2 * group) * num_rows :][: 2 * num_rows].view(2, num_rows)
+            cells.copy_(torch.randperm(table.numel(), generator=generator)[:num_rows])
+            table.view(-1)[cells.to(device)] = ids.int().to(device)
+        op.take(parts, turn, taken, place, columns, num_rows)
+        assert columns.tolist() == part[2 : 2 + count].tolist() and place.tolist() == [2**40 + step]
+        assert all(torch.equal(got, want) for got, want in zip(state.block_tables, wanted, strict=True))
+        assert turn.tolist() == taken.tolist() == [step + 1]
+
+
+@pytest.mark.parametrize("shape, dtype", [((3, 2), torch.int32), ((1, 7), torch.int32), ((1200,), torch.int64)])
+def test_a_step_gives_its_result_to_pinned_memory(device, shape, dtype):
+    state = make_state(device)
+    op = bind(state, make_buffers(state, 4))
+    result = torch.randint(-(2**31), 2**31, shape, dtype=dtype, device=device)
+    room, place = pinned(result.numel() + 1, dtype=dtype), torch.zeros(1, dtype=torch.int64, device=device)
+    op.give(result, place)  # nowhere
+    place.fill_(room.data_ptr())
+    op.give(result, place)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(room[:-1], result.view(-1).cpu()) and room[-1] == 0

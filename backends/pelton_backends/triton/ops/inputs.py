@@ -32,6 +32,7 @@ from pelton.ops.interface import PrepareInputs, PrepareInputsNeeds, PrepareInput
 from pelton.platform.compiling import launch
 from pelton.worker.batch_state import BatchTensors
 from pelton.worker.inputs import InputBuffers, StepShape, common_metadata
+from pelton_backends.triton.ops.pinned import PinnedMemory, reaches_pinned_memory
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 _TABLE_BLOCK = 512  # block ids at once: 4 a thread
@@ -210,6 +211,47 @@ def _describe(state: BatchTensors, buffers: InputBuffers) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=state.device)
 
 
+class _Prepare:
+    def __init__(self, needs: PrepareInputsNeeds, tensors: PrepareInputsTensors) -> None:
+        self._state, self._buffers = tensors.state, tensors.buffers
+        self._groups = _describe(tensors.state, tensors.buffers)
+        self._pdl = has_pdl(tensors.state.device)
+        self._search_steps = needs.max_num_seqs.bit_length()
+
+    def __call__(self, slots: Tensor, num_scheduled: Tensor, shape: StepShape) -> list[CommonMetadata]:
+        state, buffers, groups, pdl = self._state, self._buffers, self._groups, self._pdl
+        num_groups, options = groups.shape[0], launch_options(pdl)
+        num_rows, num_tokens = shape.num_padded_reqs, shape.num_padded_tokens
+        one_token = shape.max_query_len == 1 and num_rows == num_tokens
+        are_short = num_rows > 0 and shape.max_query_len <= _SHORT
+        if num_rows:
+            launch(
+                _rows_kernel, (num_rows, num_groups),
+                slots, num_scheduled, groups, state.token_ids, state.num_computed_tokens,
+                buffers.query_start_loc, buffers.seq_lens, buffers.input_ids, buffers.positions,
+                state.token_ids.stride(0), num_tokens,
+                int(are_short), ONE_TOKEN=one_token, QUERY_BLOCK=_SHORT, TABLE_BLOCK=_TABLE_BLOCK, ROW_BLOCK=_ROW_BLOCK,
+                TOKEN_BLOCK=_TOKEN_BLOCK, PDL=pdl, num_warps=4, **options,
+            )  # fmt: skip
+        if num_tokens and not (one_token or are_short):
+            launch(
+                _tokens_kernel, (triton.cdiv(num_tokens, _TOKEN_BLOCK), num_groups),
+                slots, groups, state.token_ids, state.num_computed_tokens, buffers.query_start_loc,
+                buffers.input_ids, buffers.positions, state.token_ids.stride(0), num_rows, num_tokens,
+                SEARCH_STEPS=self._search_steps, BLOCK=_TOKEN_BLOCK, PDL=pdl, num_warps=4, **options,
+            )  # fmt: skip
+        return [common_metadata(state, buffers, group, shape) for group in range(num_groups)]
+
+
+class _PinnedPrepare(_Prepare):
+    """Steps read pinned memory themselves."""
+
+    def __init__(self, needs: PrepareInputsNeeds, tensors: PrepareInputsTensors) -> None:
+        super().__init__(needs, tensors)
+        pinned = PinnedMemory(self._groups)
+        self.take, self.give = pinned.take, pinned.give
+
+
 class TritonPrepareInputs:
     """`prepare_inputs` for any step; a step of few tokens a row takes one launch, any other two."""
 
@@ -219,32 +261,4 @@ class TritonPrepareInputs:
 
     @staticmethod
     def bind(needs: PrepareInputsNeeds, tensors: PrepareInputsTensors) -> PrepareInputs:
-        state, buffers = tensors.state, tensors.buffers
-        groups, num_groups = _describe(state, buffers), len(state.block_tables)
-        pdl = has_pdl(state.device)
-        options = launch_options(pdl)
-        search_steps = needs.max_num_seqs.bit_length()
-
-        def prepare(slots: Tensor, num_scheduled: Tensor, shape: StepShape) -> list[CommonMetadata]:
-            num_rows, num_tokens = shape.num_padded_reqs, shape.num_padded_tokens
-            one_token = shape.max_query_len == 1 and num_rows == num_tokens
-            are_short = num_rows > 0 and shape.max_query_len <= _SHORT
-            if num_rows:
-                launch(
-                    _rows_kernel, (num_rows, num_groups),
-                    slots, num_scheduled, groups, state.token_ids, state.num_computed_tokens,
-                    buffers.query_start_loc, buffers.seq_lens, buffers.input_ids, buffers.positions,
-                    state.token_ids.stride(0), num_tokens,
-                    int(are_short), ONE_TOKEN=one_token, QUERY_BLOCK=_SHORT, TABLE_BLOCK=_TABLE_BLOCK, ROW_BLOCK=_ROW_BLOCK,
-                    TOKEN_BLOCK=_TOKEN_BLOCK, PDL=pdl, num_warps=4, **options,
-                )  # fmt: skip
-            if num_tokens and not (one_token or are_short):
-                launch(
-                    _tokens_kernel, (triton.cdiv(num_tokens, _TOKEN_BLOCK), num_groups),
-                    slots, groups, state.token_ids, state.num_computed_tokens, buffers.query_start_loc,
-                    buffers.input_ids, buffers.positions, state.token_ids.stride(0), num_rows, num_tokens,
-                    SEARCH_STEPS=search_steps, BLOCK=_TOKEN_BLOCK, PDL=pdl, num_warps=4, **options,
-                )  # fmt: skip
-            return [common_metadata(state, buffers, group, shape) for group in range(num_groups)]
-
-        return prepare
+        return (_PinnedPrepare if reaches_pinned_memory(tensors.state.device) else _Prepare)(needs, tensors)

@@ -1,4 +1,4 @@
-"""The columns of captured steps: int64 at fixed addresses, sent in one copy a step.
+"""The columns of captured steps: int64 at fixed addresses, sent in one copy a step, or taken from pinned memory by a decode step itself.
 
 A decode step's, of n rows with padding: [2 + 2 groups, n] slots, numbers of tokens (1, with drafts up to 1 + k, 0 for padding), and for
 each KV group at most one block a row to append, as its place in the block table and its id; with drafts [n] their numbers and
@@ -8,19 +8,24 @@ each KV group at most one block a row to append, as its place in the block table
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pelton.platform.compiling import compile_only
+from pelton.sampling.tails import Sample, Verify
 from pelton.worker.inputs import StepShape
+from pelton_platforms.device.graphs.pinned_columns import PinnedColumns
 from pelton_platforms.device.steps.step_program import StepInputs
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pelton.attention.metadata import BatchDescriptor
+    from pelton.ops.interface import PrepareInputs
     from pelton.worker.inputs import InputBuffers
     from pelton_platforms.device.steps.batch_state import BatchState
     from pelton_platforms.device.steps.staging import StagingRing
@@ -37,26 +42,38 @@ class GraphColumns:
         state: BatchState,
         buffers: InputBuffers,
         staging: StagingRing,
+        prepare_inputs: PrepareInputs,
         *,
         most_rows: int,
         most_mixed_rows: int,
         query_len: int,
     ) -> None:
-        """most_rows: of a decode step. most_mixed_rows: of another. query_len: most tokens of a decode row, 1 + k."""
+        """prepare_inputs: the op, whose `take` and `give` are used where it has them. most_rows: of a decode step. most_mixed_rows: of
+        another. query_len: most tokens of a decode row, 1 + k."""
         self._state, self._buffers, self._staging = state, buffers, staging
         self._widths = [table.shape[1] for table in state.block_tables]
         self._num_columns = 2 + 2 * len(self._widths)
         most = max((self._num_columns + 1 + query_len) * most_rows + len(self._widths), 2 * most_mixed_rows)
         device = state.device
         self._columns = torch.zeros(most, dtype=torch.int64, device=device)
+        self._pinned: PinnedColumns | None = None
+        if hasattr(prepare_inputs, "take"):
+            self._pinned = PinnedColumns(prepare_inputs, staging.num_parts, most, device)
         self._sampled = torch.zeros(most_rows, 2, dtype=torch.int32, device=device)
         num_drafted = most_rows if query_len > 1 else 0
         self._verified = torch.zeros(num_drafted, 3 + query_len, dtype=torch.int32, device=device)
 
     def stage_decode(
-        self, key: BatchDescriptor, slots: Ints, appends: Appends, num_draft: Ints | None, prefix_lens: Sequence[int]
+        self,
+        key: BatchDescriptor,
+        slots: Ints,
+        appends: Appends,
+        num_draft: Ints | None,
+        prefix_lens: Sequence[int],
+        place: int = 0,
     ) -> bool:
-        """False: more blocks are appended than there is room for, and nothing was sent."""
+        """False: more blocks are appended than there is room for, and nothing was sent. place: address of pinned memory to which the
+        step gives its result, where `gives` says so; 0: none."""
         columns = self._decode_columns(key.num_reqs, slots, appends)
         if columns is None:
             return False
@@ -65,8 +82,21 @@ class GraphColumns:
             values = np.concatenate([values, _with_drafts(columns, key, num_draft)])
         if key.has_common_prefix:
             values = np.concatenate([values, np.array(prefix_lens, dtype=np.int64)])
-        self._staging.stage_into(self._columns[: values.size], values)
+        if self._pinned is None or compile_only.get():
+            self._staging.stage_into(self._columns[: values.size], values)
+        else:
+            self._pinned.write(values, place)
         return True
+
+    def gives(self, key: BatchDescriptor) -> bool:
+        """Return whether a decode step of `key` writes its result to pinned memory."""
+        is_apart = isinstance(key.tail, Sample) and key.tail.is_apart
+        return self._pinned is not None and not is_apart and isinstance(key.tail, Sample | Verify)
+
+    def start_again(self) -> None:
+        """A decode step has failed."""
+        if self._pinned is not None:
+            self._pinned.start_again()
 
     def stage_rows(self, key: BatchDescriptor, slots: Ints, num_scheduled: Ints) -> None:
         columns = np.zeros((2, key.num_reqs), dtype=np.int64)
@@ -104,6 +134,10 @@ class GraphColumns:
             end += size + key.num_tokens
         if key.has_common_prefix:
             inputs.prefix_lens = _low_halves(self._columns[end : end + len(self._widths)])
+            end += len(self._widths)
+        if self._pinned is not None:
+            inputs.take = partial(self._pinned.take, self._columns[:end], size)
+            inputs.give = self._pinned.give if self.gives(key) else None
         return inputs
 
     def _row_inputs(self, key: BatchDescriptor) -> StepInputs:

@@ -5,6 +5,7 @@ A decode step sends one block of columns, launches one graph and reads one resul
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,7 +65,13 @@ class GraphRunner:
         program.most_left_rows = most
         program.keeps_hidden = recorder.runs_calls and program.ops.shares is None
         self._columns = GraphColumns(
-            state, buffers, staging, most_rows=most, most_mixed_rows=most_mixed, query_len=query_len
+            state,
+            buffers,
+            staging,
+            program.ops.prepare_inputs,
+            most_rows=most,
+            most_mixed_rows=most_mixed,
+            query_len=query_len,
         )
         self._side_layout = state.side.layout_version
         self._decode_keys: dict[tuple[int, Tail, int, bool, bool], BatchDescriptor | None] = {}
@@ -152,21 +159,32 @@ class GraphRunner:
         num_draft: Ints | None = None,
         common_prefix_blocks: Sequence[int] = (),
         *,
+        room: Tensor | None = None,
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> Tensor | None:
         """Run a decode step of `key`; what its tail gives, with padding. Logits stay until the next such step, see
-        `StepProgram.left_logits`. Rows beyond
-        `slots` are padding. With mode NONE nothing is captured."""
+        `StepProgram.left_logits`. Rows beyond `slots` are padding. room: pinned memory for the result, where the step `gives` it. With
+        mode NONE nothing is captured."""
         prefix_lens: Sequence[int] = ()
         if key.has_common_prefix:
             prefix_lens = self._prefix_lens(len(slots), common_prefix_blocks or [0] * len(self._state.block_tables))
-        if not self._columns.stage_decode(key, slots, appends, num_draft, prefix_lens):
+        place = 0 if room is None else room.data_ptr()
+        if not self._columns.stage_decode(key, slots, appends, num_draft, prefix_lens, place):
             self._state.append_blocks(appends)
-            self._columns.stage_decode(key, slots, (), num_draft, prefix_lens)
+            self._columns.stage_decode(key, slots, (), num_draft, prefix_lens, place)
         if isinstance(key.tail, Logits) and self._recorder.runs_calls and not self.program.has_left_logits:
             mode = CUDAGraphMode.NONE  # makes their memory: not in that which all recorded steps compute in
-        found: Tensor | None = self.full.run(mode, key, partial(self._run, key))
+        try:
+            found: Tensor | None = self.full.run(mode, key, partial(self._run, key))
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the device's: the first one says why
+                self._columns.start_again()
+            raise
         return found
+
+    def gives(self, key: BatchDescriptor) -> bool:
+        """Return whether a decode step of `key` writes its result to pinned memory, for which it wants `room`."""
+        return self._columns.gives(key)
 
     def sample_apart(self, num_rows: int, tail: Sample) -> Tensor:
         """Sample from the logits that `decode` left, of `num_rows` with padding: result [n, 2]."""

@@ -1,4 +1,4 @@
-"""Run a step: state, inputs, forward, tail, state again; one copy of columns in, one of tokens out.
+"""Run a step: state, inputs, forward, tail, state again; one block of columns in, one of tokens out.
 
     execute(output) -> add -> plan -> StepProgram.run(key) -> readback
 
@@ -257,13 +257,14 @@ class ModelRunner:
             self._place_drafts(output, slots, num_scheduled)
         if key not in graphs.full:
             self._settle()
-        found = graphs.decode(key, slots, output.block_appends, num_draft, prefix)
+        room = self._readback.room(key) if graphs.gives(key) else None
+        found = graphs.decode(key, slots, output.block_appends, num_draft, prefix, room=room)
         if isinstance(tail, Logits):
             left = LeftLogits(output, slots, key.num_reqs, has_lora)
             return (self._sample_ahead(left) if has_masks else None) or left
         assert found is not None
         self.state.host.num_computed_tokens[slots] += num_scheduled
-        return self._readback.queue(output, tail, found[:num_rows], np.arange(num_rows), slots)
+        return self._readback.queue(output, tail, found[:num_rows], np.arange(num_rows), slots, room=room)
 
     def _planned(self, left: LeftLogits) -> Step:
         """The same as a step of any rows."""

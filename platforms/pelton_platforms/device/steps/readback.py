@@ -28,6 +28,7 @@ from pelton_platforms.device.steps.packed_logprobs import PackedResults
 from pelton_platforms.device.steps.step_plan import Ints
 
 if TYPE_CHECKING:
+    from pelton.attention.metadata import BatchDescriptor
     from pelton_platforms.device.steps.masks_ahead import Awaited
     from pelton_platforms.device.steps.step_ops import StepOps
     from pelton_platforms.device.steps.step_sampler import PromptLogprobs
@@ -41,7 +42,8 @@ class HostPool:
     an event on the streams that wrote it, and such an event in the middle of a capture spoils it and the block. The
     worker's thread takes a buffer; the thread that reads the result returns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_pinned: bool = True) -> None:
+        self._is_pinned = is_pinned
         self._free: dict[int, list[Tensor]] = {}
         self._all: list[Tensor] = []
 
@@ -51,7 +53,7 @@ class HostPool:
         free = self._free.setdefault(size, [])
         if free:
             return free.pop()
-        self._all.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        self._all.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned))
         return self._all[-1]
 
     def give(self, memory: Tensor) -> None:
@@ -62,16 +64,24 @@ class HostCopies:
     """Tensors of `device` copied to pinned memory behind the current stream's work; on a CPU the tensors themselves.
     Without a tensor too, they are there when that work is done."""
 
-    def __init__(self, tensors: Sequence[Tensor], pool: HostPool, device: torch.device) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], pool: HostPool, device: torch.device, room: Tensor | None = None
+    ) -> None:
+        """room: memory of `pool` to which that work brings the only tensor itself."""
         self._event: torch.Event | None = None
         self._arrays: list[np.ndarray] | None = None
+        self._pool, self._memory = pool, room
+        self._copies = list(tensors)
+        if room is not None:
+            (tensor,) = tensors
+            self._copies = [room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)]
         if device.type == "cpu":
-            self._arrays = [tensor.numpy() for tensor in tensors]
+            self._arrays = [copy.numpy() for copy in self._copies]
+            if room is not None:
+                self._arrays = [array.copy() for array in self._arrays]
+                pool.give(room)
             return
-        self._pool = pool
-        self._memory: Tensor | None = None
-        self._copies: list[Tensor] = []
-        if tensors:
+        if tensors and room is None:
             self._memory, self._copies = self._queue(tensors)
         self._event = torch.Event(device)
         self._event.record()
@@ -224,11 +234,15 @@ class StepOutput(PendingOutput):
 
 
 class Readback:
-    """Queues the copies of steps' results."""
+    """Queues the copies of steps' results, or has room where steps write them."""
 
     def __init__(self, state: BatchState, ops: StepOps) -> None:
         self._state, self._ops = state, ops
-        self._pool = HostPool()
+        self._pool = HostPool(is_pinned=state.device.type != "cpu")
+
+    def room(self, key: BatchDescriptor) -> Tensor | None:
+        """Pinned memory for the result of a captured decode step of `key`, which writes it there itself."""
+        return self._pool.take(self._ops.num_result_bytes(key))
 
     def queue(
         self,
@@ -238,9 +252,10 @@ class Readback:
         rows: Ints,
         slots: Ints,
         prompt_logprobs: PromptLogprobs | None = None,
+        room: Tensor | None = None,
     ) -> StepOutput:
         """Queue the copy of what the tail gave for `rows` [r] of these slots; after `Logits` not these are given, but what
-        `StepSampler` made of them."""
+        `StepSampler` made of them. room: where the step writes it; nothing is copied."""
         host, tensors, packed = self._state.host, list[Tensor](), None
         has_logprobs = isinstance(tail, Sample) and tail.variant.has_logprobs
         if isinstance(tail, Pool):
@@ -267,7 +282,7 @@ class Readback:
             num_rows=len(output.slots),
             rows=rows,
             tail=tail,
-            copies=HostCopies(tensors, self._pool, self._state.device),
+            copies=HostCopies(tensors, self._pool, self._state.device, room),
             prompt_logprobs=prompt_logprobs,
             errors={row: errors[slot] for row, slot in enumerate(output.slots) if slot in errors} if errors else {},
             packed=packed,

@@ -108,10 +108,11 @@ class _TellingReadback(Readback):
         rows: Ints,
         slots: Ints,
         prompt_logprobs: PromptLogprobs | None = None,
+        room: Tensor | None = None,
     ) -> StepOutput:
         if len(rows) and tail is not None and not isinstance(tail, Pool):
             self._tell(output.step_id, *_last_tokens(tail, given))
-        return super().queue(output, tail, given, rows, slots, prompt_logprobs)
+        return super().queue(output, tail, given, rows, slots, prompt_logprobs, room)
 
 
 def _last_tokens(tail: Tail, given: Any) -> tuple[Tensor, Tensor | None]:
@@ -194,6 +195,9 @@ class StageRunner(ModelRunner):
 
 
 class _StageReadback(Readback):
+    def room(self, key: BatchDescriptor) -> Tensor | None:
+        return None
+
     def __init__(self, state: Any, ops: Any, note: Callable[[SchedulerOutput, Ints, Ints], None]) -> None:
         super().__init__(state, ops)
         self._note = note
@@ -206,6 +210,7 @@ class _StageReadback(Readback):
         rows: Ints,
         slots: Ints,
         prompt_logprobs: PromptLogprobs | None = None,
+        room: Tensor | None = None,
     ) -> StepOutput:
         self._note(output, rows, slots)
         return StepOutput(
@@ -220,7 +225,7 @@ class _StageProgram(StepProgram):
     has_left_logits = True
 
     def run(self, key: BatchDescriptor, inputs: StepInputs, forward: Callable[[StepInputs], Any] | None = None) -> Any:
-        self._append_blocks(inputs)
+        self._begin(inputs)
         if inputs.num_draft is not None and self.ops.drafts is not None:
             inputs.num_draft = self.ops.drafts.make(inputs.sample_slots, inputs.num_draft)
         return self.forward(key, inputs) if forward is None else forward(inputs)

@@ -28,7 +28,7 @@ class StagingRing:
     """Integers only: they travel as int64."""
 
     def __init__(self, num_parts: int, capacity: int, device: torch.device) -> None:
-        self.device = device
+        self.device, self.num_parts = device, num_parts
         self._parts = [] if device.type == "cpu" else [_Part(capacity, device) for _ in range(num_parts)]
         self._next = 0
 

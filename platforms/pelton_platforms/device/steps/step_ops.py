@@ -24,7 +24,7 @@ from pelton.ops.interface import Sample as SampleOp
 from pelton.ops.selector import OpSelector
 from pelton.ops.speculation import LookupDraftsNeeds
 from pelton.sampling.logprobs import LogprobTensors
-from pelton.sampling.tails import FULL, GREEDY, Variant
+from pelton.sampling.tails import FULL, GREEDY, Sample, Tail, Variant, Verify
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.device.steps.packed_logprobs import PackedResults
@@ -178,6 +178,21 @@ class StepOps:
     def packed(self) -> PackedResults | None:
         """Where tokens and logprobs of a step lie side by side; None: the device is the host."""
         return self._packed if self.logprobs is not None else None
+
+    def given(self, tail: Tail, result: Tensor) -> Tensor:
+        """Return what the host reads of `result` [n, ...], with logprobs of these rows where the tail has them. Contiguous."""
+        if isinstance(tail, Sample) and tail.variant.has_logprobs and self.packed is not None:
+            return self.packed.words(len(result))
+        return result
+
+    def num_result_bytes(self, key: BatchDescriptor) -> int:
+        """Return the size of what a decode step of `key` gives."""
+        tail, rows = key.tail, key.num_reqs
+        if isinstance(tail, Verify):
+            return rows * (2 + 1 + key.uniform_query_len) * 4
+        if isinstance(tail, Sample) and tail.variant.has_logprobs and self.packed is not None:
+            return self.packed.words(rows).nbytes
+        return rows * 2 * 4
 
     @property
     def prompt_logprobs(self) -> Logprobs:

@@ -49,6 +49,8 @@ class StepInputs:
     pooled: PooledRows | None = None
     token_types: Tensor | None = None  # [T] int64, see `ForwardBatch`
     result: Tensor | None = None  # where the tail writes; None: memory of its own
+    take: Callable[[], None] | None = None  # fills the columns and appends; None: the columns are there
+    give: Callable[[Tensor], None] | None = None  # takes what the tail leaves to the host; None: it is copied
     is_fixed: bool = False  # all of them lie at fixed addresses, as a captured step reads them
     has_adapters: bool = False
     reads_others: bool = True  # hidden states of tokens that are not in `logit_tokens` may be read
@@ -101,7 +103,7 @@ class StepProgram:
             with reading:
                 logits = self.left_logits(inputs.logit_tokens, key.num_reqs)
             return self.end(tail, logits, inputs)
-        self._append_blocks(inputs)
+        self._begin(inputs)
         if inputs.num_draft is not None and self.ops.drafts is not None:
             inputs.num_draft = self.ops.drafts.make(inputs.sample_slots, inputs.num_draft)
         if self.kernel is not None and forward is None and _suits_kernel(key, inputs):
@@ -204,6 +206,12 @@ class StepProgram:
     def end(self, tail: Tail, logits: Tensor, inputs: StepInputs) -> Tensor:
         """From the logits, or this rank's share of greedy rows' or of the rows, to the tokens of the rows that sample, and the state
         that follows. logits may be overwritten."""
+        result = self._sampled(tail, logits, inputs)
+        if inputs.give is not None:
+            inputs.give(self.ops.given(tail, result))
+        return result
+
+    def _sampled(self, tail: Tail, logits: Tensor, inputs: StepInputs) -> Tensor:
         self.count(inputs)
         rows, result, device = len(inputs.sample_slots), inputs.result, self._state.device
         if isinstance(tail, Verify):
@@ -232,7 +240,11 @@ class StepProgram:
             )
         return result
 
-    def _append_blocks(self, inputs: StepInputs) -> None:
+    def _begin(self, inputs: StepInputs) -> None:
+        """Have the columns in place, and appended blocks in their tables."""
+        if inputs.take is not None:
+            inputs.take()
+            return
         for table, (places, ids) in zip(self._state.block_tables, inputs.appends, strict=False):
             table.view(-1).scatter_(0, places, ids)
 

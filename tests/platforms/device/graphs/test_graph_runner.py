@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pelton_pinned import PinnedPrepare
 from pelton_worker_fakes import VOCAB, Driver, Running, make_runner, oracle_greedy
 
 from pelton.config import CUDAGraphMode
@@ -276,13 +277,16 @@ def new_request(driver: Driver, slot: int, side_slots: list[int], chooser: rando
     return request
 
 
-def random_steps(mode: CUDAGraphMode, seed: int) -> list[object]:
-    """What each step gave: tokens, errors, logprobs."""
+def random_steps(mode: CUDAGraphMode, seed: int, *, is_pinned: bool = False) -> list[object]:
+    """What each step gave: tokens, errors, logprobs. is_pinned: decode steps read and write pinned memory."""
     chooser, runner = random.Random(seed), make_runner(block_sizes=(4, 8), kernel_block_sizes=(2, 8), num_blocks=2000)
     runner.model.poison = {39}
     if mode is not CUDAGraphMode.NONE:
         dispatcher = GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64, captures_prompts=True)
-        graphs = runner.use_graphs(dispatcher, FakeGraphRecorder())
+        recorder = FakeGraphRecorder()
+        if is_pinned:
+            runner.ops.prepare_inputs = PinnedPrepare(runner, recorder)
+        graphs = runner.use_graphs(dispatcher, recorder)
         graphs.uses_common_prefix = lambda num_rows, blocks: True  # type: ignore[method-assign]
     driver, side_slots, given = Driver(runner), [0, 1, 2, 3], []
     running: dict[int, Running] = {}
@@ -315,6 +319,9 @@ def random_steps(mode: CUDAGraphMode, seed: int) -> list[object]:
                 side_slots += [request.side_slot] if request.side_slot >= 0 else []
     if mode is CUDAGraphMode.FULL:
         assert prompts_in_whole(driver) == 1, "a prompt alone was captured, and replayed after that"
+    if is_pinned:
+        prepare = runner.ops.prepare_inputs
+        assert prepare.num_taken == int(graphs._columns._pinned._turn) > 20 and prepare.num_given > 10
     return given
 
 
@@ -325,14 +332,37 @@ def test_captured_steps_give_what_others_give(seed):
     assert random_steps(CUDAGraphMode.FULL, seed) == expected
 
 
+@pytest.mark.parametrize("seed", [2, 3])
+def test_steps_that_take_their_columns_from_pinned_memory_give_what_others_give(seed):
+    expected = random_steps(CUDAGraphMode.NONE, seed)
+    assert random_steps(CUDAGraphMode.FULL_DECODE_ONLY, seed, is_pinned=True) == expected
+    assert random_steps(CUDAGraphMode.FULL, seed, is_pinned=True) == expected
+
+
+def test_a_step_that_failed_leaves_the_columns_of_the_next_in_turn(driver):
+    """Before it was captured, behind where it took its own."""
+    runner, recorder = driver.runner, FakeGraphRecorder()
+    runner.ops.prepare_inputs = PinnedPrepare(runner, recorder)
+    runner.use_graphs(runner.graphs.dispatcher, recorder)
+    requests = prefill(driver)
+    runner.model.fail_next = True
+    output = driver.plan([(request, 1) for request in requests])
+    with pytest.raises(RuntimeError, match="the device fell over"):
+        runner.execute(output)
+    driver.decode(requests, 5)
+    assert [request.output for request in requests] == [oracle_greedy(prompt, 6) for prompt in PROMPTS]
+
+
 def with_drafts(lookup: LookupDraftsNeeds | None, **limits: int) -> Driver:
-    """At most three drafts a row; decode steps with and without them are captured."""
+    """At most three drafts a row; decode steps with and without them are captured, and read and write pinned memory."""
     runner = make_runner(num_blocks=400, **limits)
     runner.ops.use_drafts(3, lookup)
     dispatcher = GraphDispatcher(
         CUDAGraphMode.FULL_DECODE_ONLY, max_num_seqs=8, max_num_tokens=64, sizes=[1, 2, 4, 8, 16], decode_query_len=4
     )
-    runner.use_graphs(dispatcher, FakeGraphRecorder())
+    recorder = FakeGraphRecorder()
+    runner.ops.prepare_inputs = PinnedPrepare(runner, recorder)
+    runner.use_graphs(dispatcher, recorder)
     return Driver(runner)
 
 

@@ -10,11 +10,9 @@ from pelton_platforms.device.steps.readback import HostCopies, HostPool
 
 
 @pytest.fixture
-def pool(monkeypatch):
+def pool():
     """Without a device nothing can be pinned."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs))
-    return HostPool()
+    return HostPool(is_pinned=False)
 
 
 def test_memory_is_used_again_by_size(pool):
@@ -39,6 +37,16 @@ def test_on_a_cpu_results_are_the_tensors_themselves():
     assert copies.ready()
     assert all(np.array_equal(a, t.numpy()) for a, t in zip(copies.arrays(), tensors, strict=True))
     assert HostCopies([], HostPool(), torch.device("cpu")).arrays() == []
+
+
+def test_what_a_step_has_written_itself_is_taken_before_its_place_is_given_on(pool):
+    room = pool.take(16)
+    result = torch.arange(4, dtype=torch.int32).view(2, 2)
+    room[:16].view(torch.int32).copy_(result.view(-1) + 10)
+    copies = HostCopies([result], pool, torch.device("cpu"), room)
+    assert pool.take(16) is room
+    room.zero_()
+    assert copies.arrays()[0].tolist() == [[10, 11], [12, 13]]
 
 
 def test_a_step_that_samples_nothing_is_done_when_the_device_is(monkeypatch):
