@@ -5,8 +5,8 @@
 
 --sizes: hidden size, QKV's columns, O's, gate's and up's together, down's; 0 and 0: a layer without the last two. Kernels are compiled by
 several processes first. Each variant's result is compared with that of the tiling in use; the best of each product, and all of these
-together, are printed beside it. cuBLAS, which takes large matrices of 129 rows and more, is not among them. --e4m3: weights and rows in float8_e4m3fn, the rows rounded in the chain. --list prints the variants,
-without a GPU.
+together, are printed beside it. cuBLAS, which takes large matrices of 129 rows and more, is not among them. --e4m3: weights and rows in
+float8_e4m3fn, the rows rounded in the chain. --list prints the variants, without a GPU.
 """
 
 from __future__ import annotations
