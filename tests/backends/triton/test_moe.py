@@ -296,7 +296,7 @@ def test_programs_that_stream_have_equal_parts_and_room(sizes: tuple[int, int, i
 def test_the_sizes_that_were_measured_have_the_buffers_that_were_compared() -> None:
     found = [streamed.choose_tilings(128, 2048, 768, pairs) for pairs in (16, 32)]
     assert [[(one.rows, one.lines, one.stages) for one in pair] for pair in found if pair is not None] == [
-        [(64, 2, 10), (64, 2, 12)], [(64, 2, 5), (64, 2, 10)],
+        [(128, 2, 4), (128, 2, 6)], [(64, 2, 5), (64, 2, 10)],
     ]  # fmt: skip
 
 

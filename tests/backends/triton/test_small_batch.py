@@ -117,6 +117,7 @@ def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
             (4096, 14336),
             (4096, 14400),
             (4096, 7168),
+            (2048, 4096),
             (3584, 18944),
             (14336, 4096),
             (28672, 4096),
@@ -143,6 +144,9 @@ def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
     }
     assert {place for place, tiling in groups.items() if tiling} == {(65, 6144), (128, 6144)}, "runs of 96 rows alone"
     assert choose_mid_batch_tiling(128, 6144, 4096, True) is None, "a large matrix"
+    small = {rows: choose_mid_batch_tiling(rows, 2048, 4096, False) for rows in (64, 65, 128, 129, 192, 193, 256)}
+    assert [rows for rows, tiling in small.items() if tiling] == [65, 128, 193, 256], "as measured of Qwen3-30B-A3B's O"
+    assert choose_mid_batch_tiling(128, 2048, 2048, False) is None, "short rows"
 
 
 def test_tilings_cover_the_product_and_fit_the_device():

@@ -34,7 +34,8 @@ LINE = 128  # bytes of a row: the widest swizzle of shared memory
 PROGRAMS, MIN_PROGRAMS = 132, 96  # multiprocessors of an H200, and so many of them that are worth it
 MIN_STAGES, MIN_LINES = 3, 4  # of a ring
 MIN_PAIRS, MOST_PAIRS = 16, 32  # of one expert, whose rows a program holds beside its buffers
-ROWS, LINES = 64, 2  # rows of the weights in a buffer, and how many times 128 bytes of each
+FEW_PAIRS_ROWS, ROWS, LINES = 128, 64, 2
+"""Rows of the weights in a buffer, for MIN_PAIRS and for more, and how many times 128 bytes of each."""
 _MEMORY = 226 * 1024  # bytes of shared memory, less barriers and padding
 _LINE = gl.constexpr(LINE)
 _SPLIT_ROWS = gl.constexpr(16)  # whose numbers registers hold at once
@@ -309,14 +310,17 @@ def choose_tilings(num_experts: int, hidden_size: int, size: int, pairs: int) ->
     """Return both products' work, or None: sizes that cannot be cut into equal parts for about as many programs as there are
     multiprocessors, or that do not fit in a program's memory.
 
-    As measured on an H200, whole layers of Qwen3-30B-A3B in a captured chain, us: 128 tokens by 16 pairs take 175.1 in buffers of 64 rows
-    and two lines, 180.2 of 128 and one, 169.8 of 128 and two, whose numbers were not compared; 256 tokens by 32 pairs 206.5 of 64 and two,
-    220.0 of 128 and one."""
+    As measured on an H200, whole layers of Qwen3-30B-A3B in a captured chain, us: by 16 pairs 128, 64 and 32 tokens take 164.8, 157.6 and
+    144.3 in buffers of 128 rows and two lines, 166.6, 159.7 and 148.0 of 64 and two, all numbers the same; on another day 128 tokens 180.2
+    of 128 and one, for 175.1 of 64 and two; 256 tokens by 32 pairs 206.5 of 64 and two, 220.0 of 128 and one."""
     if not MIN_PAIRS <= pairs <= MOST_PAIRS:
         return None
-    first = _cut(num_experts, size, hidden_size, pairs, ROWS, LINES, is_gated=True)
-    second = _cut(num_experts, hidden_size, size, pairs, ROWS, LINES, is_gated=False)
-    return None if first is None or second is None else (first, second)
+    for rows in (FEW_PAIRS_ROWS, ROWS) if pairs == MIN_PAIRS else (ROWS,):
+        first = _cut(num_experts, size, hidden_size, pairs, rows, LINES, is_gated=True)
+        second = _cut(num_experts, hidden_size, size, pairs, rows, LINES, is_gated=False)
+        if first is not None and second is not None:
+            return first, second
+    return None
 
 
 def _cut(
