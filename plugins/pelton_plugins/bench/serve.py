@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -50,6 +51,8 @@ class ServeArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of the Gamma intervals: 1 is a Poisson process, less comes in bursts, more is steadier."""
     max_concurrency: int | None = None
     """Requests in flight; those above wait at the client, and their clock starts when they are sent."""
+    client_processes: int = 1
+    """Processes that send them: one that reads many streams at once takes tokens late. Not with max_concurrency."""
     trace: str | None = None
     """Requests as Mooncake's JSON lines, in place of those that are drawn: their times, lengths and shared beginnings."""
     input_len: int | None = None
@@ -68,20 +71,33 @@ class ServeArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Write the result here, with every request's times."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, num_prompts=1, max_concurrency=1, input_len=1, output_len=1, vocab_size=MIN_VOCAB_SIZE)
+        check_at_least(
+            self,
+            num_prompts=1,
+            max_concurrency=1,
+            client_processes=1,
+            input_len=1,
+            output_len=1,
+            vocab_size=MIN_VOCAB_SIZE,
+        )
+        if self.max_concurrency is not None and self.client_processes > 1:
+            raise ConfigError("client_processes do not know of each other's requests; leave out max_concurrency.")
         for percent in self.metric_percentiles:
             if not 0 <= percent <= 100:
                 raise ConfigError(f"metric_percentiles has {percent}; use numbers from 0 to 100.")
 
 
 def run(argv: list[str]) -> int:
-    parsed = parse_flags(
-        argv, [ServeArguments], positional=None, program="pelton bench serve", doc=DOC, engine=False, environ={}
-    )
-    arguments: ServeArguments = parsed.structs["ServeArguments"]
+    arguments = read_arguments(argv)
     slos = read_slos(arguments.goodput)
-    target = HttpTarget(arguments.url, model=arguments.model, vocab_size=arguments.vocab_size)
-    done, seconds = asyncio.run(_measure(target, arguments))
+    target = target_of(arguments)
+    if arguments.client_processes == 1:
+        done, seconds = asyncio.run(measure(target, arguments))
+    else:
+        from pelton_plugins.bench.serve_clients import measure_in_processes
+
+        asyncio.run(_start(target, arguments.url))
+        done, seconds = measure_in_processes(argv, arguments.client_processes)
     result = figures(done, seconds, slos, arguments.metric_percentiles)
     result |= circumstances(target.device, msgspec.to_builtins(arguments))
     print(render(result))
@@ -90,14 +106,39 @@ def run(argv: list[str]) -> int:
     return 1 if result["failed"] else 0
 
 
-async def _measure(target: Target, arguments: ServeArguments) -> tuple[list[RequestTimes], float]:
+def read_arguments(argv: list[str]) -> ServeArguments:
+    parsed = parse_flags(
+        argv, [ServeArguments], positional=None, program="pelton bench serve", doc=DOC, engine=False, environ={}
+    )
+    found: ServeArguments = parsed.structs["ServeArguments"]
+    return found
+
+
+def target_of(arguments: ServeArguments) -> Target:
+    return HttpTarget(arguments.url, model=arguments.model, vocab_size=arguments.vocab_size)
+
+
+async def _start(target: Target, url: str) -> None:
     try:
         await target.start()
     except OSError as error:
-        raise EngineError(f"{arguments.url} cannot be reached: {error}. Is the server running?") from error
+        raise EngineError(f"{url} cannot be reached: {error}. Is the server running?") from error
+
+
+async def measure(
+    target: Target, arguments: ServeArguments, place: int = 0, begins: Callable[[], float] = time.perf_counter
+) -> tuple[list[RequestTimes], float]:
+    """Send the requests of one of the client processes; returns their times, and when the last has ended, in seconds from the beginning.
+
+    begins: called once all is ready; returns when the trace begins, by `time.perf_counter`.
+    """
+    await _start(target, arguments.url)
     requests, arrivals = _workload(arguments, target.max_model_len)
-    began = time.perf_counter()
-    done = await send(target, requests, arrivals, arguments.max_concurrency)
+    count = arguments.client_processes
+    own = list(itertools.islice(arrivals, len(requests)))[place::count]
+    began = begins()
+    await asyncio.sleep(max(began - time.perf_counter(), 0))
+    done = await send(target, requests[place::count], own, arguments.max_concurrency)
     return done, time.perf_counter() - began
 
 

@@ -223,6 +223,28 @@ def test_serve_at_a_server(model, fake_flags, tmp_path, capsys):
     assert "host memory growth, MiB" not in checks and [third["host_mib"] for third in loaded["thirds"]] == [None] * 3
 
 
+def test_several_clients_share_the_requests_and_keep_to_their_times(model, fake_flags, tmp_path, capfd):
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "serve.json"
+    lines = [{"timestamp": 100 * place, "input_length": 5 + place, "output_length": 3} for place in range(7)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["--vocab-size", "300", "--client-processes", "3", "--output-json", str(out)]
+    with serving(model, *fake_flags, log=tmp_path / "log") as (url, _):
+        assert main(["bench", "serve", "--url", url, "--trace", str(trace), *argv]) == 0
+        result = read(out)
+        assert main(["bench", "serve", "--url", url, "--num-prompts", "2", "--output-len", "4", *argv]) == 0
+        assert read(out)["completed"] == 2  # one client has none
+        assert main(["bench", "serve", "--url", url, "--trace", str(tmp_path / "none"), *argv]) == 1
+        told = capfd.readouterr().err
+        assert "none, which cannot be read" in told and "A client's process failed; its message is above." in told
+        assert "Traceback" not in told
+    requests = result["requests"]
+    assert [one["num_prompt_tokens"] for one in requests] == list(range(5, 12))
+    assert all(len(one["token_times_s"]) == 3 for one in requests)
+    sent = [one["sent_s"] - requests[0]["sent_s"] for one in requests]
+    assert sent == pytest.approx([0.1 * place for place in range(7)], abs=0.09)
+    assert result["duration_s"] >= sent[-1] + requests[-1]["token_times_s"][-1] - 0.01
+
+
 def load_of(out, *argv):
     """What `bench load` writes; how long it has to take until enough requests are sent follows from the machine's speed."""
     for seconds in (1, 10, 100):
@@ -567,6 +589,7 @@ def test_chain_times_experts(tmp_path):
             "random_range_ratio is 1.0; use a share under 1",
         ),
         (["serve", "--output-len", "0"], "output_len is 0; use at least 1."),
+        (["serve", "--client-processes", "2", "--max-concurrency", "2"], "client_processes do not know"),
         (["serve", "--vocab-size", "10"], "vocab_size is 10; use at least 11."),
         (["serve", "--metric-percentiles", "101"], "metric_percentiles has 101.0; use numbers from 0 to 100."),
         (["load", "--saturation-concurrency", "0"], "saturation_concurrency is 0; use at least 1."),

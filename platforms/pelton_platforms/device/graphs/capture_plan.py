@@ -110,6 +110,7 @@ class CaptureQueue:
         self._graphs, self._synchronize = graphs, synchronize
         self._num_first = plan.num_first
         self._left = deque(plan.captures)
+        self._is_told = False
 
     def capture_first(self, phase_s: dict[str, float]) -> None:
         """Those of the start."""
@@ -121,11 +122,14 @@ class CaptureQueue:
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """One more, of those that no step has captured meanwhile; False: none is left."""
+        """One more, of those that no step has captured meanwhile; False: none is left, which the log says once."""
         while self._left:
             capture = self._left.popleft()
             if not self._graphs.has(*capture):
                 self._graphs.warm_up(*capture)
                 self._synchronize()
                 return True
+        if not self._is_told:
+            self._is_told = True
+            logger.info("All graphs are captured: %d.", len(self._graphs.full) + len(self._graphs.pieces))
         return False

@@ -84,7 +84,9 @@ def test_it_is_readable() -> None:
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
-def test_working_it_off_captures_all_of_it_once(mode: CUDAGraphMode) -> None:
+def test_working_it_off_captures_all_of_it_once_and_says_when_it_is_done(
+    mode: CUDAGraphMode, caplog: pytest.LogCaptureFixture
+) -> None:
     runner = make_runner(num_blocks=128)
     graphs = runner.use_graphs(GraphDispatcher(mode, max_num_seqs=8, max_num_tokens=64), FakeGraphRecorder())
     plan = CapturePlan.make(graphs.dispatcher, VARIANTS)
@@ -94,8 +96,11 @@ def test_working_it_off_captures_all_of_it_once(mode: CUDAGraphMode) -> None:
     later = plan.captures[plan.num_first :]
     if later:
         graphs.warm_up(*later[0])  # a step has come first
-    while queue.capture_next():
-        pass
+    with caplog.at_level("INFO", "pelton"):
+        while queue.capture_next():
+            assert "All graphs" not in caplog.text
+        assert not queue.capture_next()
+    assert caplog.messages == [f"All graphs are captured: {len(plan.captures)}."]
     assert all(graphs.has(*capture) for capture in plan.captures)
     assert len(graphs.full) + len(graphs.pieces) == len(plan.captures)
     assert len(waits) == max(len(later), 1)
