@@ -52,7 +52,7 @@ class ServeArguments(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: int | None = None
     """Requests in flight; those above wait at the client, and their clock starts when they are sent."""
     client_processes: int = 1
-    """Processes that send them: one that reads many streams at once takes tokens late. Not with max_concurrency."""
+    """Processes that send them and read the answers, where one would take tokens late. Not with max_concurrency."""
     trace: str | None = None
     """Requests as Mooncake's JSON lines, in place of those that are drawn: their times, lengths and shared beginnings."""
     input_len: int | None = None
