@@ -22,7 +22,7 @@ LEAD_S = 0.05
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """What a client has measured; seconds: until its last request ended."""
+    """Measurements of one client; seconds: until its last request ended."""
 
     requests: list[RequestTimes]
     seconds: float
