@@ -59,11 +59,17 @@ from pelton.ops.interface import (
 from pelton.ops.moe import RoutingSpec
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
-from pelton_backends.triton.attention import latent_hopper
+from pelton_backends.triton.attention import decode_resident, latent_hopper
 from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.context_part import context_part_attention
 from pelton_backends.triton.attention.decode import NewTokens, NormRope, decode_attention
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape
+from pelton_backends.triton.attention.decode_resident import (
+    ResidentDecode,
+    ResidentParts,
+    ResidentShape,
+    deal_resident,
+)
 from pelton_backends.triton.attention.decode_shares import LaunchShape, PartBuffers, deal_rows
 from pelton_backends.triton.attention.indexer import choose_tokens
 from pelton_backends.triton.attention.latent import latent_attention
@@ -227,6 +233,19 @@ class Attention:
             self.qkv, *self.caches, self.query, self.starts, self.lengths, self.table, parts, shape, num_rows=rows,
             num_tokens=4, scale=1.0, new=new, pdl=True,
         )  # fmt: skip
+
+    def resident(self) -> None:
+        """Two and four programs a multiprocessor, then rows of four tokens."""
+        made = NormRope(HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec)
+        keys, values = self.caches
+        parts = ResidentParts.allocate(keys.device)
+        layer = SimpleNamespace(k_cache=keys, v_cache=values, num_heads=HEADS, scale=1.0)
+        for num_tokens, warps in ((1, 2), (1, 1), (4, 2)):
+            shape, starts = ResidentShape(32, warps, 2, 3), self.starts if num_tokens > 1 else None
+            deal_resident(self.lengths, self.table, parts.shares, shape, num_rows=32, query_start_loc=starts, pdl=True)
+            ResidentDecode(layer, parts, made, num_tokens=num_tokens, pdl=True)(
+                self.qkv, self.query, self.tokens, self.tokens, starts, self.lengths, self.table, shape
+            )
 
     def cascade(self) -> None:
         cascade_attention(
@@ -546,8 +565,8 @@ def main(*arguments: str) -> None:
     hopper_vocab.has_pdl = hopper_wide_vocab.has_pdl = hopper_mid_batch.has_pdl = head.has_pdl = lambda device: True
     hopper_matmul.is_hopper = latent_hopper.has_pdl = lambda device: True
     hopper_matmul.num_sms = latent_hopper.num_sms = lora_hopper.num_sms = hopper_many.num_sms = large_batch.num_sms = (
-        lambda device: 132
-    )
+        decode_resident.num_sms
+    ) = lambda device: 132
     lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to

@@ -25,6 +25,7 @@ from pelton_backends.context_parts import spread_refusals
 from pelton_backends.triton.attention.cascade import cascade_attention, pays
 from pelton_backends.triton.attention.decode import DecodeAttention, NewTokens, NormRope
 from pelton_backends.triton.attention.decode_shares import (
+    FEW_PAIRS,
     LaunchShape,
     PartBuffers,
     deal_rows,
@@ -32,12 +33,14 @@ from pelton_backends.triton.attention.decode_shares import (
     row_bytes,
 )
 from pelton_backends.triton.attention.prefill import PrefillAttention
+from pelton_backends.triton.ops.pieces import is_hopper
 from pelton_backends.triton.runtime import has_pdl, num_sms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton_backends.triton.attention.decode_drafts import DraftParts
+    from pelton_backends.triton.attention.decode_resident import ResidentDecode, ResidentParts, ResidentShape
 
 DTYPES = ("float16", "bfloat16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -56,6 +59,9 @@ class TritonMetadata:
         None  # of the decode kernel's launches, whose rows are dealt out; None: no launches
     )
     drafts_shape: LaunchShape | None = None  # the same of the kernel for rows with drafts
+    resident_shape: ResidentShape | None = (
+        None  # of `ResidentDecode`, for layers that it serves and steps that it is made for
+    )
     num_tokens: int = 0  # most tokens of a row, where rows are decodes and their drafts; 0: other rows
 
     @property
@@ -114,6 +120,10 @@ class TritonBackend(AttentionBackend):
         self.pdl = has_pdl(device)
         self._parts: PartBuffers | None = None
         self._draft_parts: dict[int, DraftParts] = {}  # by tokens of a row
+        self._resident_parts: ResidentParts | None = None
+        self._has_resident = self._has_others = (
+            False  # layers that `ResidentDecode` serves, and layers that it does not
+        )
 
     def uses_common_prefix(self, num_rows: int, prefix_len: int) -> bool:
         return not (self.needs.is_local or self._is_spread) and pays(num_rows, prefix_len)
@@ -130,6 +140,7 @@ class TritonBackend(AttentionBackend):
         if self._is_spread:  # one kernel has all rows
             return TritonMetadata(common, decode_rows=0, first_prefill_row=0, is_mixed=False)
         metadata = self._divide(common, key)
+        metadata.resident_shape = self._deal_resident(metadata)
         if metadata.decode_rows and metadata.prefix_len is None:
             metadata.decode_shape = self._deal(metadata)
         if metadata.num_tokens:
@@ -160,8 +171,8 @@ class TritonBackend(AttentionBackend):
         parts, group = self.part_buffers(common.num_reqs), needs.num_heads // needs.num_kv_heads
         # A bound that is the same for all steps: programs of a row follow from it, and a kernel is compiled for each number.
         shape = launch_shape(
-            rows, needs.num_kv_heads, group, self.max_model_len, row_bytes(needs.head_dim, getattr(torch, needs.dtype)),
-            num_sms(self.device),
+            self._rows_to_deal(metadata, rows), needs.num_kv_heads, group, self.max_model_len,
+            row_bytes(needs.head_dim, getattr(torch, needs.dtype)), num_sms(self.device),
         )  # fmt: skip
         if shape.is_dealt:
             deal_rows(
@@ -177,14 +188,39 @@ class TritonBackend(AttentionBackend):
 
         needs, common, num_tokens = self.needs, metadata.common, metadata.num_tokens
         shape = drafts_shape(
-            common.num_reqs, needs.num_kv_heads, needs.num_heads // needs.num_kv_heads, num_tokens, self.max_model_len,
-            row_bytes(needs.head_dim, getattr(torch, needs.dtype)), num_sms(self.device),
+            self._rows_to_deal(metadata, common.num_reqs), needs.num_kv_heads, needs.num_heads // needs.num_kv_heads, num_tokens,
+            self.max_model_len, row_bytes(needs.head_dim, getattr(torch, needs.dtype)), num_sms(self.device),
         )  # fmt: skip
         if shape.is_dealt:
             deal_rows(
                 common.seq_lens, common.block_table, self.draft_parts(num_tokens, common.num_reqs), shape,
                 num_rows=common.num_reqs, block_size=needs.block_size, pdl=self.pdl,
                 sliding_window=span(num_tokens, needs.sliding_window), new_first=True,
+            )  # fmt: skip
+        return shape
+
+    def _rows_to_deal(self, metadata: TritonMetadata, rows: int) -> int:
+        """Rows that a shape is asked for. Where `ResidentDecode` has all layers, others' kernels only serve calls with made queries, and
+        nothing is dealt out for them: as for so many rows."""
+        if metadata.resident_shape is None or self._has_others:
+            return rows
+        return max(rows, FEW_PAIRS // self.needs.num_kv_heads + 1)
+
+    def _deal_resident(self, metadata: TritonMetadata) -> ResidentShape | None:
+        """As `_deal`, for `ResidentDecode`. None: another kernel has the step."""
+        common, num_tokens = metadata.common, metadata.num_tokens
+        rows = common.num_reqs if num_tokens else metadata.decode_rows
+        if not self._has_resident or metadata.prefix_len is not None or not (metadata.is_decode or num_tokens):
+            return None
+        from pelton_backends.triton.attention.decode_resident import deal_resident, resident_shape
+
+        needs = self.needs
+        group = needs.num_heads // needs.num_kv_heads
+        shape = resident_shape(rows, needs.num_kv_heads, group, max(num_tokens, 1), num_sms(self.device))
+        if shape is not None:
+            deal_resident(
+                common.seq_lens, common.block_table, self.resident_parts().shares, shape, num_rows=rows,
+                query_start_loc=common.query_start_loc if num_tokens else None, pdl=self.pdl,
             )  # fmt: skip
         return shape
 
@@ -209,6 +245,28 @@ class TritonBackend(AttentionBackend):
                 num_kv_heads=self.needs.num_kv_heads, head_dim=self.needs.head_dim,
             )  # fmt: skip
         return self._parts
+
+    def resident_parts(self) -> ResidentParts:
+        """Made once: captured graphs hold its addresses."""
+        if self._resident_parts is None:
+            from pelton_backends.triton.attention.decode_resident import ResidentParts
+
+            self._resident_parts = ResidentParts.allocate(self.device)
+        return self._resident_parts
+
+    def bind_resident(
+        self, layer: AttentionParams, norm_rope: NormRope | None, num_tokens: int
+    ) -> ResidentDecode | None:
+        """None: a layer that it does not serve. num_tokens: of a row, at most."""
+        served = None
+        if norm_rope is not None and is_hopper(self.device):
+            from pelton_backends.triton.attention.decode_resident import ResidentDecode
+
+            if ResidentDecode.serves(layer):
+                served = ResidentDecode(layer, self.resident_parts(), norm_rope, num_tokens=num_tokens, pdl=self.pdl)
+        self._has_resident |= served is not None
+        self._has_others |= served is None
+        return served
 
     def draft_parts(self, num_tokens: int, num_rows: int) -> DraftParts:
         """Made once for each number of tokens of a row: captured graphs hold its addresses."""
@@ -245,6 +303,7 @@ class TritonAttention(BoundAttention):
         if needs.q_norm == needs.k_norm and needs.writes_kv:
             self._norm_rope = NormRope(needs.rotary_dim, tensors.cos_sin, tensors.q_norm, tensors.k_norm, needs.q_norm)
             self._fused_decode = self._bind_decode(self._norm_rope)
+        self._resident = {1: backend.bind_resident(layer, self._norm_rope, 1)}  # by tokens of a row
         self._prefill = PrefillAttention(
             layer.k_cache, layer.v_cache, num_heads=layer.num_heads, dtype=getattr(torch, layer.needs.dtype),
             scale=layer.scale, sliding_window=signed_window(layer.needs), soft_cap=layer.soft_cap, sinks=layer.sinks,
@@ -285,6 +344,9 @@ class TritonAttention(BoundAttention):
     def write_and_attend(
         self, qkv: Tensor, positions: Tensor, slot_mapping: Tensor, metadata: TritonMetadata, output: Tensor
     ) -> None:
+        if metadata.resident_shape is not None and self._resident[1] is not None:
+            self._attend_resident(qkv, positions, slot_mapping, metadata, metadata.resident_shape, output)
+            return
         if metadata.num_tokens and self._takes_drafts and self._norm_rope is not None:
             self._attend_drafts(qkv, metadata, output, NewTokens(positions, slot_mapping, self._norm_rope))
             return
@@ -296,6 +358,25 @@ class TritonAttention(BoundAttention):
         self._fused_decode(
             qkv, output, common.seq_lens, common.block_table, metadata.decode_shape, num_rows=metadata.decode_rows,
             positions=positions, slot_mapping=slot_mapping,
+        )  # fmt: skip
+
+    def _attend_resident(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        metadata: TritonMetadata,
+        shape: ResidentShape,
+        output: Tensor,
+    ) -> None:
+        common, num_tokens = metadata.common, max(metadata.num_tokens, 1)
+        attend = self._resident.get(num_tokens)
+        if attend is None:
+            attend = self._resident[num_tokens] = self._backend.bind_resident(self.layer, self._norm_rope, num_tokens)
+        assert attend is not None, "a layer that is served with one token a row is served with more"
+        attend(
+            qkv, output, positions, slot_mapping, common.query_start_loc if metadata.num_tokens else None, common.seq_lens,
+            common.block_table, shape,
         )  # fmt: skip
 
     def _attend_behind_prefix(self, query: Tensor, metadata: TritonMetadata, output: Tensor) -> None:

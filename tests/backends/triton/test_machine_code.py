@@ -32,7 +32,7 @@ PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_
 OTHERS = (
     *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_INTEGERS, "one row of a long matrix in e4m3", "many_gated", "dealt",
     "latent", "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent", "logits", "shares",
-    "states", "delta_rule", "other_states", "gate and up of 128 rows",
+    "states", "delta_rule", "other_states", "gate and up of 128 rows", "resident",
 )  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
@@ -265,6 +265,19 @@ def test_rows_are_dealt_out_by_a_kernel_that_waits_too(bfloat16: Kernels) -> Non
         assert not WRITES & set(code[: code.index("ACQBULK")])
     code = decode["instructions"]
     assert LOADS & set(code[: code.index("ACQBULK")]), "the first chunk is loaded early"
+
+
+def test_programs_that_run_at_once_copy_before_they_wait_and_keep_all_in_registers(bfloat16: Kernels) -> None:
+    """A program that has nothing to do waits too, if it is the first one: its wait comes before all copies."""
+    kernels = bfloat16("resident")
+    assert [kernel["kernel"] for kernel in kernels] == ["deal_resident_kernel", "resident_decode_kernel"] * 3
+    for kernel in kernels:
+        code = kernel["instructions"]
+        assert kernel["stack"] == 0 and "PREEXIT" in code and not WRITES & set(code[: code.index("ACQBULK")])
+    for kernel in kernels[1::2]:
+        code = kernel["instructions"]
+        before = code[: len(code) - 1 - code[::-1].index("ACQBULK")]
+        assert code.count("ACQBULK") == 2 and "LDGSTS" in before and not WRITES & set(before)
 
 
 def test_loads_are_on_their_way_before_the_wait(chain: list[dict[str, Any]]) -> None:
