@@ -18,7 +18,6 @@ from torch import Tensor
 from pelton.platform.compiling import compile_only
 from pelton.sampling.tails import Sample, Verify
 from pelton.worker.inputs import StepShape
-from pelton_platforms.device.graphs.pinned_columns import PinnedColumns
 from pelton_platforms.device.steps.step_program import StepInputs
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from pelton.attention.metadata import BatchDescriptor
     from pelton.ops.interface import PrepareInputs
     from pelton.worker.inputs import InputBuffers
+    from pelton_platforms.device.graphs.pinned_columns import PinnedColumns
     from pelton_platforms.device.steps.batch_state import BatchState
     from pelton_platforms.device.steps.staging import StagingRing
     from pelton_platforms.device.steps.step_plan import Ints
@@ -58,6 +58,8 @@ class GraphColumns:
         self._columns = torch.zeros(most, dtype=torch.int64, device=device)
         self._pinned: PinnedColumns | None = None
         if hasattr(prepare_inputs, "take"):
+            from pelton_platforms.device.graphs.pinned_columns import PinnedColumns  # others start without it
+
             self._pinned = PinnedColumns(prepare_inputs, staging.num_parts, most, device)
         self._sampled = torch.zeros(most_rows, 2, dtype=torch.int32, device=device)
         num_drafted = most_rows if query_len > 1 else 0
