@@ -85,10 +85,10 @@ def _normed(x, inverse_rms, weight, UNIT_OFFSET: tl.constexpr, DTYPE: tl.constex
 
 @triton.jit
 def _finish(
-    found, before, post_weight, weight, inside, eps, post_eps, NUMBERS: tl.constexpr, DTYPE: tl.constexpr,
+    total, normed, at, found, before, post_weight, weight, inside, eps, post_eps, NUMBERS: tl.constexpr, DTYPE: tl.constexpr,
     UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """-> (residual', its normed row), as words. found: the sum; before: of the residual, may be None; post_weight may be None."""
+    """Store residual' and its normed row at `at`, as words. found: the sum; before: of the residual; it and post_weight may be None."""
     low = _low(found, DTYPE)
     high = low
     if tl.float32 != DTYPE:
@@ -107,7 +107,8 @@ def _finish(
     normed_high = normed_low
     if tl.float32 != DTYPE:
         normed_high = _normed(high, inverse, _high(weight, DTYPE), UNIT_OFFSET, DTYPE)
-    return _packed(low, high, DTYPE), _packed(normed_low, normed_high, DTYPE)
+    tl.store(total + at, _packed(low, high, DTYPE), inside)
+    tl.store(normed + at, _packed(normed_low, normed_high, DTYPE), inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -169,11 +170,10 @@ def sum_add_norm_kernel(
                         tl.store(_memory_of(addresses, rank) + places + SIZE * BLOCK, _wire(found, call), inside)
         else:
             found = _wait_row(own + places + SIZE * BLOCK, inside, call, failed, limit)
-        words, normed_words = _finish(
-            found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET, POST_UNIT_OFFSET
-        )
-        tl.store(total + at, words, inside)
-        tl.store(normed + at, normed_words, inside)
+        _finish(
+            total, normed, at, found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
+            POST_UNIT_OFFSET,
+        )  # fmt: skip
     tl.store(calls + program, call)
 
 
@@ -198,6 +198,11 @@ def _wait_flag(flag, call, failed, limit):
         tl.store(failed, 1)
 
 
+@triton.jit
+def _rows_of(addresses, rank):
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_add_norm_many_kernel(
     given, residual, total, normed, norm, post_norm, addresses, calls, failed, num_rows, limit, eps, post_eps,
@@ -217,8 +222,7 @@ def sum_add_norm_many_kernel(
         gdc_wait()
         gdc_launch_dependents()  # who follows waits for the end all the same
     PLACES: tl.constexpr = 2 * AHEAD
-    mine = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)), 16)
-    theirs = tl.multiple_of(tl.load(addresses + 1 - RANK).to(tl.pointer_type(tl.int32)), 16)
+    mine, theirs = _rows_of(addresses, RANK), _rows_of(addresses, 1 - RANK)
     flags = PROGRAMS * PLACES * BLOCK
     call = tl.load(calls + program)
     for ahead in range(AHEAD):
@@ -244,12 +248,10 @@ def sum_add_norm_many_kernel(
         later, place = row + AHEAD * step, program * PLACES + ((call + AHEAD) & (PLACES - 1))
         if later < num_rows:
             tl.store(theirs + place * BLOCK + lane, tl.load(given + later * ROW + lane, inside, 0), inside)
-        total_words, normed_words = _finish(
-            _sum_of_two(words, came, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
-            POST_UNIT_OFFSET,
+        _finish(
+            total, normed, at, _sum_of_two(words, came, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE,
+            UNIT_OFFSET, POST_UNIT_OFFSET,
         )  # fmt: skip
-        tl.store(total + at, total_words, inside)
-        tl.store(normed + at, normed_words, inside)
         if later < num_rows:  # the row that is on its way since is there by now: the flag's fence need not wait long
             tl.debug_barrier()
             tl.atomic_xchg(theirs + flags + place, call + AHEAD, sem="release", scope="sys")
@@ -273,11 +275,6 @@ def _bring(
         for rank in tl.static_range(SIZE):
             if (rank != RANK) & (group * SIZE + rank < num_rows):
                 tl.atomic_xchg(_rows_of(addresses, rank) + flags + place + RANK, call, sem="release", scope="sys")
-
-
-@triton.jit
-def _rows_of(addresses, rank):
-    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -336,11 +333,10 @@ def sum_add_norm_shared_kernel(
                 if rank != RANK:
                     flag = _rows_of(addresses, rank) + flags + place + SIZE + RANK
                     tl.atomic_xchg(flag, call, sem="release", scope="sys")
-            total_words, normed_words = _finish(
-                found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET, POST_UNIT_OFFSET
-            )
-            tl.store(total + at, total_words, inside)
-            tl.store(normed + at, normed_words, inside)
+            _finish(
+                total, normed, at, found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
+                POST_UNIT_OFFSET,
+            )  # fmt: skip
         _bring(given, addresses, group + step, later, call + 1, num_rows, flags, lane, inside, ROW, BLOCK, RANK, SIZE)
         for rank in tl.static_range(SIZE):
             if rank != RANK:
@@ -352,12 +348,10 @@ def sum_add_norm_shared_kernel(
                         before = tl.load(residual + at, inside, 0)
                     _wait_flag(mine + flags + place + SIZE + rank, call, failed, limit)
                     found = tl.load(mine + (place + SIZE + rank) * BLOCK + lane, inside, 0, volatile=True)
-                    total_words, normed_words = _finish(
-                        found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
+                    _finish(
+                        total, normed, at, found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
                         POST_UNIT_OFFSET,
                     )  # fmt: skip
-                    tl.store(total + at, total_words, inside)
-                    tl.store(normed + at, normed_words, inside)
     tl.store(calls + program, call)
 
 
@@ -389,12 +383,10 @@ def sum_sent_add_norm_kernel(
     words = tl.load(given + at, inside, 0)
     _wait_flag(counts + parity * COUNTS + row // 64, parts, failed, limit)
     theirs = tl.load(came + parity.to(tl.int64) * most_rows * ROW + at, inside, 0, volatile=True)
-    total_words, normed_words = _finish(
-        _sum_of_two(words, theirs, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
-        POST_UNIT_OFFSET,
+    _finish(
+        total, normed, at, _sum_of_two(words, theirs, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE,
+        UNIT_OFFSET, POST_UNIT_OFFSET,
     )  # fmt: skip
-    tl.store(total + at, total_words, inside)
-    tl.store(normed + at, normed_words, inside)
 
 
 def memory_words(size: int, row_words: int) -> int:
