@@ -57,7 +57,16 @@ def table_workloads(vocab_size: int) -> dict[str, Workload]:
     prompts = [tokens(_log_normal(rng, 160, 1.0, 8, 2000)) for _ in range(1000)]
     found.append(Workload("sharegpt", prompts, [_log_normal(rng, 180, 0.8, 8, 1000) for _ in range(1000)]))
     found.append(Workload("prefill", [tokens(2048) for _ in range(64)], [1] * 64))
-    return {workload.name: workload for workload in [*found, *_further(vocab_size), *_sampling(vocab_size)]}
+    found += [*_many_chats(found[-2]), *_further(vocab_size), *_sampling(vocab_size)]
+    return {workload.name: workload for workload in found}
+
+
+def _many_chats(chats: Workload) -> list[Workload]:
+    """As many for each of two or four engines as one is measured with."""
+    return [
+        Workload(f"{chats.name}-{times}000", chats.prompts * times, chats.num_output_tokens * times, repeats=1)
+        for times in (2, 4)
+    ]
 
 
 def _further(vocab_size: int) -> list[Workload]:

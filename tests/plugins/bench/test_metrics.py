@@ -145,6 +145,9 @@ def test_repeats_share_no_prefix_unless_the_row_is_about_one():
     firsts = [prompt[0] for prompt in [*first, *second]]
     assert len(set(firsts)) == 64
     assert all(a[1:] == b[1:] for a, b in zip(first, batch.prompts, strict=True))
+    firsts = [prompt[0] for repeat in range(2) for prompt in found["sharegpt-4000"].fresh(repeat)]
+    assert len(set(firsts)) == 8000
+    assert sorted(found["sharegpt-2000"].num_output_tokens) == sorted(2 * found["sharegpt"].num_output_tokens)
     shared = found["shared-prefix"].fresh(1)
     assert len({tuple(prompt[:2000]) for prompt in shared}) == 1
     assert len({tuple(prompt) for prompt in shared}) == 64

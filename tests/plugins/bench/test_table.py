@@ -350,7 +350,7 @@ def test_every_row_can_be_measured_by_its_own_name():
     cases = [case.name for case in long_context.CASES]
     runs = [
         "latency1", "batch32", "batch128", "nano256", "sharegpt", "prefill", "start", "first-start", *cases,
-        "shared-prefix", "long-prompt", *SAMPLING,
+        "shared-prefix", "long-prompt", "sharegpt-2000", "sharegpt-4000", *SAMPLING,
     ]  # fmt: skip
     assert workloads_of([*WORKLOADS]) == runs
     assert workloads_of(["long-context", "sampling"]) == [*cases, *SAMPLING]

@@ -32,7 +32,7 @@ WORKLOADS = {row.name: row.workload or row.name for row in peers.ROWS} | {name: 
 """Row to what has to run for it: two rows may come of one workload."""
 GROUPS = {"long-context": tuple(row.name for row in peers.LONG_ROWS), "sampling": SAMPLING}
 """Names for several rows."""
-FURTHER = ("shared-prefix", "long-prompt", FIRST_START)
+FURTHER = ("shared-prefix", "long-prompt", "sharegpt-2000", "sharegpt-4000", FIRST_START)
 DEFAULT_ROWS = tuple(name for name in WORKLOADS if name not in FURTHER)
 DOC = f"""Measure the rows that Pelton is compared by, and print them beside other engines' figures and the device's floor.
 Weights are random: nothing is fetched. Each model starts once, or twice with the row "start", whose second start counts.

@@ -61,6 +61,8 @@ ROWS = (
     *LONG_ROWS,
     Row("shared-prefix", "shared-prefix, 64 x (2,000 shared)", "total_tok_s", "tokens/s"),
     Row("long-prompt", "long-prompt, 16 x 8,000 in", "total_tok_s", "tokens/s"),
+    Row("sharegpt-2000", "sharegpt, 2,000 requests", "out_tok_s", "out tokens/s"),
+    Row("sharegpt-4000", "sharegpt, 4,000 requests", "out_tok_s", "out tokens/s"),
 )
 
 
