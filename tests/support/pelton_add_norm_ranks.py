@@ -21,6 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 64), (3, 320))
 MANY_SHAPES, GPU_MANY_SHAPES = ((1, 64), (23, 320)), ((1, 64), (1300, 64))
 """Of 23 rows each of two programs uses a place twice."""
+GPU_SENT_SHAPES = ((1300, 64),)
 GPU_SHAPES = {torch.float32: ((3, 320),), torch.bfloat16: ((1, 4096), (7, 2880), (70, 64)), torch.float16: ((2, 64),)}
 """Of 70 rows some programs have two; in the interpreter, whose time goes with the rows, there are two programs. A kernel is compiled for
 each width."""
@@ -32,10 +33,11 @@ def given(seed: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, devi
 
 
 def send(target: RowsToSend, rows: torch.Tensor) -> None:
-    """What a product does beside its result, each block of 64 rows in three parts."""
+    """What a product does beside its result, each block of 64 rows in three parts: half of the rows are the other rank's to add up."""
     parity, num_rows = int(target.calls[0]) & 1, len(rows)
     target.own_counts[1 - parity] = 0
-    target.copies[parity][:num_rows] = rows
+    theirs = torch.arange(num_rows) // target.turn % 2 != target.rank
+    target.copies[parity][:num_rows][theirs] = rows[theirs]
     if rows.is_cuda:
         torch.cuda.synchronize()
     target.counts[parity, : -(-num_rows // 64)] += 3
@@ -172,6 +174,7 @@ def main() -> int:
     )
     if device == "cpu":
         norm_kernel.PROGRAMS = 2
+        add_norm.SENT_TURN = 8
     else:
         torch.cuda.set_device(device)
     module, _, name = load.partition(":")
@@ -191,7 +194,7 @@ def main() -> int:
     if device != "cpu":
         report["many rows captured"] = list(checks.captured())
     if size == 2:
-        report["sent rows"] = list(checks.run(((1, 64), (70, 320)), is_sent=True))
+        report["sent rows"] = list(checks.run(((1, 64), (70, 320), *GPU_SENT_SHAPES[: device != "cpu"]), is_sent=True))
     communicator.all_reduce(torch.ones(1, device=device))  # nobody leaves before all are done
     print(json.dumps(report), flush=True)
     os._exit(0)

@@ -358,13 +358,13 @@ class Attention:
         x, weight, counts = torch.zeros(384, 512), torch.zeros(512, 512), torch.zeros(2, 256, dtype=torch.int32)
         x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
         rows = hopper_matmul.hopper_matmul(
-            x, weight, None, RowsToSend((x, x.clone()), counts, counts.clone(), counts[0])
+            x, weight, None, RowsToSend((x, x.clone()), counts, counts.clone(), counts[0], 0, 384)
         )
         words = rows.view(torch.int32)
         norm_kernel.sum_sent_add_norm_kernel[(384,)](
-            words, words, words, words, words[0], None, words, counts, counts[0], counts[1], 384, 1000, 2, 1e-6, 0.0, 384, NUMBERS=512,
-            ROW=256, BLOCK=256, COUNTS=256, DTYPE=DTYPES[torch.bfloat16], UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True,
-            num_warps=1, launch_pdl=True,
+            words, words, words, words, words[0], None, words, counts, counts[0], words, counts[0], counts[1], counts[1], 384, 1000, 2,
+            1e-6, 0.0, 384, NUMBERS=512, ROW=256, BLOCK=256, COUNTS=256, RANK=0, TURN=384, DTYPE=DTYPES[torch.bfloat16],
+            UNIT_OFFSET=False, POST_UNIT_OFFSET=False, PDL=True, num_warps=1, launch_pdl=True,
         )  # fmt: skip
 
     def write(self) -> None:

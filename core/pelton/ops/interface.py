@@ -145,8 +145,8 @@ class LinearWeights:
 
 @dataclass(slots=True)
 class RowsToSend:
-    """Where a product's kernel leaves its partial rows for the other of two ranks while it goes on, besides its result. A part counts
-    64 rows x 256 columns, those cut off at the end too, once it is all there."""
+    """Where a product's kernel leaves its partial rows for the other of two ranks while it goes on, besides its result: those that the
+    other adds up, every other `turn` of them, rank 0 the first. A part counts 64 rows x 256 columns, those cut off too, once it is there."""
 
     copies: tuple[Tensor, Tensor]  # the other rank's, [n, H] each: the first in calls of even number
     counts: (
@@ -154,6 +154,8 @@ class RowsToSend:
     )
     own_counts: Tensor  # the same here: a call clears those of the next one before it counts any part
     calls: Tensor  # [2] int32: calls before this one, which it adds itself to at its end; spare, zero between calls
+    rank: int
+    turn: int  # a multiple of 64
 
 
 class AllReduce(Protocol):

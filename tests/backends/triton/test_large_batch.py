@@ -98,10 +98,11 @@ def test_last_tiles_with_two_programs_each(rows, activation, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("rows", [70, 1000, 2600])
-def test_rows_are_sent_while_others_are_computed(rows, device):
-    """Here to the same device's memory. Every block of 64 rows has all its parts, in one of two places in turn; those of the next call are
-    cleared."""
+def test_rows_are_sent_while_others_are_computed(rows, rank, device):
+    """Here to the same device's memory. Every block of 64 rows that the other rank adds up has all its parts, in one of two places in turn,
+    and no other has any; those of the next call are cleared."""
     case = make_case(rows, 1224, 3072, torch.bfloat16, device, norm=False)
     if not can_multiply_many(case.weight):
         pytest.skip("Hopper only")
@@ -111,14 +112,17 @@ def test_rows_are_sent_while_others_are_computed(rows, device):
         torch.ones(2, 64, dtype=torch.int32, device=device),
     )
     calls = torch.zeros(2, dtype=torch.int32, device=device)
-    sent = RowsToSend((copies[0][:rows], copies[1][:rows]), counts, own_counts, calls)
+    sent = RowsToSend((copies[0][:rows], copies[1][:rows]), counts, own_counts, calls, rank, 384)
+    is_theirs = torch.arange(2624, device=device) // 384 % 2 != rank
+    is_sent = is_theirs & (torch.arange(2624, device=device) < rows)
     for call in range(3):
         counts.zero_()
         copies[call % 2].zero_()
         result = hopper_matmul(case.hidden, case.weight, None, sent)
         assert result.pelton_parts == 12 and calls.tolist() == [call + 1, 0]
-        assert torch.equal(copies[call % 2][:rows], result) and not copies[call % 2][rows:].any()
-        assert (counts[call % 2, : -(-rows // 64)] == 12).all() and not counts[1 - call % 2].any()
+        assert torch.equal(copies[call % 2][is_sent], result[is_theirs[:rows]]) and not copies[call % 2][~is_sent].any()
+        blocks = -(-rows // 64)
+        assert torch.equal(counts[call % 2, :blocks], 12 * is_theirs[: 64 * blocks : 64]) and not counts[1 - call % 2].any()
         assert not own_counts[1 - call % 2].any()
         assert_close(result, case.expected()[0], "result", factor=2.0)
 

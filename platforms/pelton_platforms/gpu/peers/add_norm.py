@@ -26,6 +26,9 @@ MANY_FROM_BYTES, MANY_FROM_BYTES_OF_MORE = 1 << 19, 5 << 18
 flag a word and 21.1 with one a row, 1.25 MiB in 22.9 and 22.2."""
 SENT_ROWS, SENT_BYTES, SENT_BLOCK = 1 << 14, 1 << 27, 64
 """Of a product's rows that are sent on the way: at most so many, and so many bytes. They are counted by blocks of 64."""
+SENT_TURN = 384
+"""Of these the ranks add up so many in turn: two of a product's tiles. Of tiles that follow each other half are sent, so that few programs
+at a time wait for the link."""
 _REGISTERS = {} if torch.version.hip is not None else {"maxnreg": norm_kernel.MOST_REGISTERS}
 
 
@@ -79,17 +82,19 @@ class RowMemory:
 
 
 class SentMemory:
-    """Where products of two ranks leave rows for each other, in turn: [2, most_rows, words] int32, then [2, blocks] counts.
+    """Where products of two ranks leave rows for each other, in turn, and sums of rows after them: [2, most_rows, words] int32, then
+    [2, blocks] counts and [most_rows] flags.
 
-    A rank begins a call when it has the sums of the one before, so when the other has counted all of that one's parts, and has read what
-    came with the call before that. So two places are enough; and before it counts its own first part it clears the next call's counts,
-    which the other adds to when it has these. A call that nobody adds up (rows are summed another way) leaves nothing behind."""
+    A rank begins a call when it has all sums of the one before, its own and the other's: so the other has counted all of that one's parts,
+    and has read what came with it. So two places are enough; and before it counts its own first part it clears the next call's counts,
+    which the other adds to when it has these. A sum is sent to the place of a row that is never sent there, when a part of its call has
+    come, so when the other has read the call before. A call that nobody adds up (rows are summed another way) leaves nothing behind."""
 
     def __init__(self, peers: list[Tensor], rank: int, words: int, most_rows: int, blocks: int) -> None:
         self._peers, self._rank, self.words, self.most_rows, self.blocks = peers, rank, words, most_rows, blocks
         self.calls = torch.zeros(2, dtype=torch.int32, device=peers[rank].device)
-        self.came, self.counts = self._parts(rank)
-        self._theirs, self._their_counts = self._parts(1 - rank)
+        self.came, self.counts, self.flags = self._parts(rank)
+        self.theirs, self._their_counts, self.their_flags = self._parts(1 - rank)
 
     @classmethod
     def open(cls, communicator: PeerCommunicator, words: int) -> SentMemory | None:
@@ -97,19 +102,19 @@ class SentMemory:
         blocks = triton.next_power_of_2(
             most_rows // SENT_BLOCK + 4
         )  # a product's last tile may end behind the last row
-        found = communicator.open_memory(f"sent rows of {words}", most_rows * words + blocks)
+        found = communicator.open_memory(f"sent rows of {words}", most_rows * words + blocks + most_rows // 2)
         return None if found is None else cls(found[0], communicator.rank, words, most_rows, blocks)
 
-    def _parts(self, rank: int) -> tuple[Tensor, Tensor]:
-        memory, num_words = self._peers[rank].view(torch.int32), 2 * self.most_rows * self.words
-        rows, counts = memory[:num_words], memory[num_words : num_words + 2 * self.blocks]
-        return rows.view(2, self.most_rows, self.words), counts.view(2, self.blocks)
+    def _parts(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        sizes = 2 * self.most_rows * self.words, 2 * self.blocks, self.most_rows
+        rows, counts, flags = self._peers[rank].view(torch.int32)[: sum(sizes)].split(sizes)
+        return rows.view(2, self.most_rows, self.words), counts.view(2, self.blocks), flags
 
     def to_send(self, num_rows: int, dtype: torch.dtype) -> RowsToSend | None:
         if num_rows > self.most_rows:
             return None
-        even, odd = self._theirs.view(dtype)[:, :num_rows]
-        return RowsToSend((even, odd), self._their_counts, self.counts, self.calls)
+        even, odd = self.theirs.view(dtype)[:, :num_rows]
+        return RowsToSend((even, odd), self._their_counts, self.counts, self.calls, self._rank, SENT_TURN)
 
 
 class SumAddNorm:
@@ -172,8 +177,9 @@ class SumAddNorm:
         if parts is not None and sent is not None:
             constants["num_warps"] = min(max(block // 512, 1), 16)
             launch(
-                norm_kernel.sum_sent_add_norm_kernel, (num_rows,), *given, sent.came, sent.counts, sent.calls, communicator.failed,
-                num_rows, communicator.limit, parts, *numbers[2:], sent.most_rows, COUNTS=sent.blocks, **constants,
+                norm_kernel.sum_sent_add_norm_kernel, (SENT_TURN * -(-num_rows // (2 * SENT_TURN)),), *given, sent.came, sent.counts,
+                sent.flags, sent.theirs, sent.their_flags, sent.calls, communicator.failed, num_rows, communicator.limit, parts,
+                *numbers[2:], sent.most_rows, COUNTS=sent.blocks, RANK=communicator.rank, TURN=SENT_TURN, **constants,
             )  # fmt: skip
         elif many is not None:
             rows_at_once = 1 if size == 2 else size

@@ -10,7 +10,8 @@ the sum to all others. Then each rank sends and takes two rows' worth in place o
 
 Many rows go by kernels of their own, for which what goes over the link counts: a row travels as it is, with one flag behind it.
 Between two ranks in one shot, and so do the `AHEAD` rows after it before the first one's partner is there; between more in two, some
-rows of each rank at once. Rows that the product before has sent on its way (`RowsToSend`, two ranks) are taken from where they lie.
+rows of each rank at once. Of rows that the product before has sent on its way (`RowsToSend`, two ranks) half are there for each rank to
+add up, where they lie; it sends their sums.
 """
 
 from __future__ import annotations
@@ -357,15 +358,18 @@ def sum_add_norm_shared_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_sent_add_norm_kernel(
-    given, residual, total, normed, norm, post_norm, came, counts, calls, failed, num_rows, limit, parts, eps, post_eps,
-    most_rows, NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, DTYPE: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr,
+    given, residual, total, normed, norm, post_norm, came, counts, flags, their_rows, their_flags, calls, failed, num_rows, limit,
+    parts, eps, post_eps, most_rows, NUMBERS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr,
+    RANK: tl.constexpr, TURN: tl.constexpr, DTYPE: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `sum_add_norm_kernel`, of a program a row, for rows that the other of two ranks has sent.
+    """As `sum_add_norm_kernel`, for rows that two ranks have sent each other, `TURN` to each in turn. A program adds up one, sends the sum,
+    and takes one that the other has added up.
 
-    came [2, most_rows, ROW] int32, of calls of even number and of odd ones; counts [2, COUNTS] int32: `parts` for 64 rows that are all
-    there; calls [1] int32: so far, the one in question too."""
-    row = tl.program_id(0)
+    came, their_rows [2, most_rows, ROW] int32, of calls of even number and of odd ones: rows to add up, and sums; counts [2, COUNTS] int32:
+    `parts` for 64 rows that are all there; flags, their_flags [most_rows] int32: the call of the sum that is there; calls [1] int32: so
+    far, the one in question too. Programs start in the order of their numbers, so what one waits for is never behind what waits."""
+    program = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     inside = lane < ROW
     weight = tl.load(norm + lane, inside, 0)
@@ -375,18 +379,38 @@ def sum_sent_add_norm_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # who follows waits for the end all the same
-    parity = (tl.load(calls) - 1) & 1
-    at = row * ROW + lane
-    before = None
-    if residual is not None:
-        before = tl.load(residual + at, inside, 0)
-    words = tl.load(given + at, inside, 0)
-    _wait_flag(counts + parity * COUNTS + row // 64, parts, failed, limit)
-    theirs = tl.load(came + parity.to(tl.int64) * most_rows * ROW + at, inside, 0, volatile=True)
-    _finish(
-        total, normed, at, _sum_of_two(words, theirs, DTYPE), before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE,
-        UNIT_OFFSET, POST_UNIT_OFFSET,
-    )  # fmt: skip
+    call = tl.load(calls)
+    parity = (call - 1) & 1
+    place = parity.to(tl.int64) * most_rows * ROW
+    pair = program // TURN * 2 * TURN + program % TURN
+    own, other = pair + RANK * TURN, pair + (1 - RANK) * TURN
+    if own < num_rows:
+        at = own * ROW + lane
+        before = None
+        if residual is not None:
+            before = tl.load(residual + at, inside, 0)
+        words = tl.load(given + at, inside, 0)
+        _wait_flag(counts + parity * COUNTS + own // 64, parts, failed, limit)
+        theirs = tl.load(came + place + at, inside, 0, volatile=True)
+        found = _sum_of_two(words, theirs, DTYPE)
+        tl.store(their_rows + place + at, found, inside)
+        tl.debug_barrier()
+        tl.atomic_xchg(their_flags + own, call, sem="release", scope="sys")
+        _finish(
+            total, normed, at, found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
+            POST_UNIT_OFFSET,
+        )  # fmt: skip
+    if other < num_rows:
+        at = other * ROW + lane
+        before = None
+        if residual is not None:  # under way while the sum is
+            before = tl.load(residual + at, inside, 0)
+        _wait_flag(flags + other, call, failed, limit)
+        found = tl.load(came + place + at, inside, 0, volatile=True)
+        _finish(
+            total, normed, at, found, before, post_weight, weight, inside, eps, post_eps, NUMBERS, DTYPE, UNIT_OFFSET,
+            POST_UNIT_OFFSET,
+        )  # fmt: skip
 
 
 def memory_words(size: int, row_words: int) -> int:

@@ -3,8 +3,8 @@
 gate and up are one product whose epilogue is the activation: [T, 2 I] is never written. Numbers have two bytes, or are float8_e4m3fn with
 scales.
 
-Of two ranks that will add their results up, each has the copy engine write its tiles to the other's memory too, while the next ones are
-computed (`RowsToSend`): by the end of the product nearly all is there.
+Of two ranks that will add their results up, each has the copy engine write the other's half of its tiles to the other's memory too, while
+the next ones are computed (`RowsToSend`): by the end of the product nearly all is there.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _count_part(counts, block):
 @gluon.jit
 def _multiply(
     INDEX: gl.constexpr, x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls,
-    left, right, buffer, ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps, num_halved,
+    rank, turn_rows, left, right, buffer, ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps, num_halved,
     ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of every tile. The first one fetches two steps ahead, and into the next tile."""
@@ -238,16 +238,20 @@ def _multiply(
             first, second = gl.split(gl.permute(gl.reshape(total, (_ROWS, 2, _HALF)), (0, 2, 1)))
             if ACTIVATION is None:
                 gl.static_assert(x_scale is None, "of numbers with scales gate and up alone")
-                if SENT_BLOCKS:  # noqa: SIM102
+                if SENT_BLOCKS:
+                    is_sent = (row // turn_rows) % 2 != rank
                     if pending >= 0:
                         _count_part(counts, pending)
+                        pending = -1
                 store_tile(out, buffer, first.to(dtype), row, column * _COLUMNS)
-                if SENT_BLOCKS:
-                    _send_tile(even_copy, odd_copy, parity, buffer, row, column * _COLUMNS)
+                if SENT_BLOCKS:  # noqa: SIM102
+                    if is_sent:
+                        _send_tile(even_copy, odd_copy, parity, buffer, row, column * _COLUMNS)
                 store_tile(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
-                if SENT_BLOCKS:
-                    _send_tile(even_copy, odd_copy, parity, buffer, row, column * _COLUMNS + _HALF)
-                    pending = row // _ROWS
+                if SENT_BLOCKS:  # noqa: SIM102
+                    if is_sent:
+                        _send_tile(even_copy, odd_copy, parity, buffer, row, column * _COLUMNS + _HALF)
+                        pending = row // _ROWS
             else:
                 if x_scale is not None:
                     first = _scaled(first, weight_scale, of_rows, column * _HALF, size)
@@ -269,17 +273,17 @@ def _multiply(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "size", "in_features", "num_halved"])
+@gluon.jit(do_not_specialize=["rank", "turn_rows", "num_rows", "size", "in_features", "num_halved"])
 def hopper_matmul_kernel(
-    x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, num_rows, size,
-    in_features, num_halved, ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
+    x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, rank, turn_rows, num_rows,
+    size, in_features, num_halved, ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Persistent: programs take tiles in turn, and halves of the last `num_halved` ones. `size` columns of the result.
 
     x_scale, weight_scale: [T], and of the weight's rows, float32, of numbers of one byte; else None
     parts        [num_halved, 3, 64, 256] float32, for the sums of first halves
     arrived      [num_halved, 3] int32, zeros
-    even_copy, odd_copy, counts, own_counts, calls: as `RowsToSend` has them, None where nothing is sent
+    even_copy, odd_copy, counts, own_counts, calls, rank, turn_rows: as `RowsToSend` has them, None where nothing is sent
     SENT_BLOCKS  blocks of `counts`, a power of two; 0: nothing is sent
     """
     TILE_ROWS: gl.constexpr = _WARP_GROUPS * _ROWS
@@ -301,17 +305,17 @@ def hopper_matmul_kernel(
         [
             (_multiply, (
                 gl.constexpr(0), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
-                calls, left, right, buffers.index(0), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
+                calls, rank, turn_rows, left, right, buffers.index(0), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
                 num_halved, ACTIVATION, SENT_BLOCKS,
             )),
             (_multiply, (
                 gl.constexpr(1), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
-                calls, left, right, buffers.index(1), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
+                calls, rank, turn_rows, left, right, buffers.index(1), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
                 num_halved, ACTIVATION, SENT_BLOCKS,
             )),
             (_multiply, (
                 gl.constexpr(2), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
-                calls, left, right, buffers.index(2), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
+                calls, rank, turn_rows, left, right, buffers.index(2), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
                 num_halved, ACTIVATION, SENT_BLOCKS,
             )),
         ],
@@ -390,10 +394,10 @@ def hopper_matmul(
     arrived = torch.zeros((halved, WARP_GROUPS), dtype=torch.int32, device=x.device)
     tile, tile_of_x = (gl.NVMMASharedLayout(128, 8 * one.element_size(), rank=2) for one in (out, x))
     step, (x_scale, weight_scale) = 2 * STEP // x.element_size(), scales or (None, None)
-    sending: tuple[Any, ...] = (None,) * 5
+    sending: tuple[Any, ...] = (None,) * 7
     if sent is not None:
         copies = (TensorDescriptor.from_tensor(copy[:num_rows], [ROWS, COLUMNS // 2], tile) for copy in sent.copies)
-        sending = (*copies, sent.counts, sent.own_counts, sent.calls)
+        sending = (*copies, sent.counts, sent.own_counts, sent.calls, sent.rank, sent.turn)
         out.pelton_parts = triton.cdiv(size, COLUMNS)  # type: ignore[attr-defined]
     blocks = 0 if sent is None else sent.counts.shape[1]
     _launch(
