@@ -76,6 +76,7 @@ from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.attention.sparse_latent import sparse_latent_attention
 from pelton_backends.triton.ops import logits as head
+from pelton_backends.triton.ops import pinned
 from pelton_backends.triton.ops.linear import (
     coded,
     fp8,
@@ -441,7 +442,15 @@ def logits() -> None:
         hopper_vocab.VocabProduct(weight)(torch.empty(rows, 1024, dtype=torch.bfloat16), best, is_written=False)
 
 
+def columns() -> None:
+    """A decode step of 32 rows takes its columns."""
+    parts, one, taken = torch.zeros(12, 2 + 1024, dtype=torch.int64), *torch.zeros(2, 1, dtype=torch.int64)
+    memory = pinned.PinnedMemory(torch.zeros(1, 8, dtype=torch.int64))
+    memory.take(parts, one, taken, one.clone(), parts[0, :128], 32)
+
+
 SAMPLING = {
+    "columns": columns,
     "logits": logits,
     "shares": shares,
     "speculation": speculate,
@@ -567,7 +576,9 @@ def main(*arguments: str) -> None:
     hopper_matmul.num_sms = latent_hopper.num_sms = lora_hopper.num_sms = hopper_many.num_sms = large_batch.num_sms = (
         decode_resident.num_sms
     ) = lambda device: 132
-    lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: True
+    pinned.has_pdl = lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: (
+        True
+    )
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to
     for is_end, group in itertools.groupby(arguments, "--".__eq__):

@@ -1,7 +1,8 @@
 """Kernels by which a captured step reads pinned host memory and writes it: `take` and `give` of `prepare_inputs`.
 
-A copy between two graphs takes 7 us of an H200 and some 20 of its host. `give` takes 2.3 of the device; `take` 14 to 15, where the copy
-and the kernel that appended blocks behind it took 11, and no time of the host. Figures are in docs/performance/gpu.md.
+A copy between two graphs takes 7 us of an H200 and some 20 of its host; `take` and `give` take 3.7 and 2.1 of the device. Loads are plain:
+the host writes a part before it launches the step that takes it. Volatile ones come from the host's memory one after the other,
+1.2 us each. Figures are in docs/performance/gpu.md.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class PinnedMemory:
         block, rows = at_once(count), at_once(num_rows)
         launch(
             take_kernel, (1,),
-            parts, turn, taken, place, columns, self._groups, parts.stride(0), count, num_rows,
-            NUM_PARTS=parts.shape[0], GROUPS=self._groups.shape[0], BLOCK=block, ROWS=rows, LOOPS=block < count or rows < num_rows, PDL=self._pdl,
+            parts, turn, taken, place, columns, self._groups, parts.stride(0), count, num_rows, NUM_PARTS=parts.shape[0],
+            GROUPS=self._groups.shape[0], BLOCK=block, ROWS=rows, LOOPS=block < count or rows < num_rows, PDL=self._pdl,
             num_warps=min(max(block // 128, 1), 8), **launch_options(self._pdl),
         )  # fmt: skip
 
