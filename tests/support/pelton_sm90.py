@@ -82,6 +82,7 @@ from pelton_backends.triton.ops.linear import (
     fp8,
     fp8_one_row,
     gemv,
+    grouped,
     hopper_matmul,
     hopper_mid_batch,
     hopper_split_k,
@@ -449,8 +450,18 @@ def columns() -> None:
     memory.take(parts, one, taken, one.clone(), parts[0, :128], 32)
 
 
+def before_a_large_matrix() -> None:
+    """O of one row in 4 bits, before gate and up."""
+    spec = LinearSpec(in_features=4096, out_features=4096, weight_format="int4_grouped")
+    tensors = {"codes": torch.empty(4096, 512, dtype=torch.int32), "scales": torch.empty(4096, 32, dtype=torch.int32)}
+    matrix = grouped.GroupedMatrix(LinearWeights(spec, tensors), "bfloat16")
+    matrix.read_next({"codes": torch.empty(28672, 512, dtype=torch.int32)})
+    matrix.multiply_one(torch.empty(1, 4096, dtype=torch.bfloat16))
+
+
 SAMPLING = {
     "columns": columns,
+    "O before a large matrix": before_a_large_matrix,
     "logits": logits,
     "shares": shares,
     "speculation": speculate,
@@ -573,12 +584,12 @@ def main(*arguments: str) -> None:
     ) = lambda device: True
     hopper_vocab.has_pdl = hopper_wide_vocab.has_pdl = hopper_mid_batch.has_pdl = head.has_pdl = lambda device: True
     hopper_matmul.is_hopper = latent_hopper.has_pdl = lambda device: True
-    hopper_matmul.num_sms = latent_hopper.num_sms = lora_hopper.num_sms = hopper_many.num_sms = large_batch.num_sms = (
-        decode_resident.num_sms
-    ) = lambda device: 132
-    pinned.has_pdl = lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = large_batch.has_pdl = lambda device: (
-        True
-    )
+    hopper_matmul.num_sms = latent_hopper.num_sms = lora_hopper.num_sms = grouped.num_sms = hopper_many.num_sms = (
+        large_batch.num_sms
+    ) = decode_resident.num_sms = lambda device: 132
+    grouped.has_pdl = pinned.has_pdl = lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = (
+        large_batch.has_pdl
+    ) = lambda device: True
     sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
     made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to
     for is_end, group in itertools.groupby(arguments, "--".__eq__):

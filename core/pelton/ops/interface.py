@@ -296,7 +296,8 @@ class LinearTensors:
 
 class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out], partial over ranks. Optional: `take_activation(name)`: True: results have it from now on."""
+        """[T, in] -> [T, out], partial over ranks. Optional: `take_activation(name)`: True: results have it from now on; `read_next`
+        (tensors by name): of the product that reads the results. They may be brought nearer meanwhile."""
 
 
 # gated: the activation between the matrices of an MLP.

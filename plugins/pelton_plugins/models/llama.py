@@ -119,6 +119,9 @@ class LlamaDecoderLayer(nn.Module):
             norm=self.post_attention_layernorm, post_norm=self.attention_post_norm, bias=bias,
             merged=self.merged_gate_up, config=config, prefix=prefix,
         )  # fmt: skip
+        read_next = getattr(self.o_proj.linear, "read_next", None)
+        if read_next is not None:
+            read_next(dict(self.gate_up_proj.named_parameters()))
         self.down_proj = RowParallelLinear(
             hf.intermediate_size, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.down_proj",
             ends_sub_layer=True,

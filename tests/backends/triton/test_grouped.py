@@ -8,7 +8,7 @@ import pytest
 import torch
 from pelton_linear_oracle import TOLERANCES, Case, make_case
 
-from pelton.ops.interface import LinearWeights
+from pelton.ops.interface import LinearTensors, LinearWeights
 from pelton_backends.triton.ops.linear import grouped
 from pelton_backends.triton.ops.linear.grouped import GroupedAddNormGatedLinear, GroupedAddNormLinear, GroupedLinear
 from pelton_plugins.weight_forms.groups import (
@@ -107,6 +107,29 @@ def test_minima_in_place_of_zero_points(op, bits, device, monkeypatch):
         check(make(num_rows, 160, 48, device, bits, 32, has_minima=True, **kind), implementation)
     monkeypatch.setattr(grouped, "MAX_TOKENS", 2)  # dequantized
     check(make(3, 160, 48, device, bits, 32, has_minima=True, **kind), implementation)
+
+
+@pytest.mark.parametrize("num_bytes, bits, is_summed, is_brought", [
+    pytest.param(grouped._LARGE_BYTES, 4, False, True, id="of 4 bits"),
+    pytest.param(grouped._LARGE_BYTES - 4, 4, False, False, id="small"),
+    pytest.param(grouped._LARGE_BYTES, 8, False, False, id="of 8 bits"),
+    pytest.param(grouped._LARGE_BYTES, 4, True, False, id="behind a sum over ranks"),
+])  # fmt: skip
+def test_what_is_read_next_is_brought_near_where_that_was_faster(num_bytes, bits, is_summed, is_brought, monkeypatch):
+    """By the launch of one row, and no other; of its halves."""
+    launched = []
+    monkeypatch.setattr(grouped, "has_pdl", lambda device: True)
+    monkeypatch.setattr(grouped, "launch", lambda kernel, *args, **options: launched.append((kernel, options)))
+    case = make(1, 256, 64, torch.device("cpu"), bits, norm=False)
+    tensors = LinearTensors(case.grouped, (lambda partial: partial) if is_summed else None)
+    op = GroupedLinear.bind(replace(case.needs, linear=case.grouped.spec), tensors)
+    codes = torch.empty(num_bytes // 4, dtype=torch.int32, device="meta")
+    op.read_next({"scales": torch.empty(1), "codes": codes})
+    for num_rows in (1, 2):
+        op(torch.zeros(num_rows, 256, dtype=torch.float16))
+    near = [(options.get("near"), options.get("HALF")) for _, options in launched]
+    assert near == [(codes, num_bytes // 2) if is_brought else (None, None), (None, None)]
+    op.read_next({"weight": torch.empty(1)})  # a plain one
 
 
 def test_columns_that_fill_no_block_and_rows_that_fill_no_tile(device):

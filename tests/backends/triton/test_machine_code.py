@@ -32,7 +32,7 @@ PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_
 OTHERS = (
     *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_INTEGERS, "one row of a long matrix in e4m3", "many_gated", "dealt",
     "latent", "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent", "logits", "shares",
-    "states", "delta_rule", "other_states", "gate and up of 128 rows", "resident", "columns",
+    "states", "delta_rule", "other_states", "gate and up of 128 rows", "resident", "columns", "O before a large matrix",
 )  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
@@ -294,6 +294,12 @@ def test_all_columns_are_asked_for_before_one_is_used(bfloat16: Kernels) -> None
     assert not LOADS & set(code[code.index("STG") :]) and len(code) < 150, (
         "as few as it takes: it finds none in a cache"
     )
+
+
+def test_what_is_read_next_is_asked_for_behind_the_own_codes_and_before_the_wait(bfloat16: Kernels) -> None:
+    (kernel,) = bfloat16("O before a large matrix")
+    before = kernel["instructions"][: kernel["instructions"].index("ACQBULK")]
+    assert before.count("UBLKPF") == 2 and LOADS & set(before[: before.index("UBLKPF")]) and kernel["stack"] == 0
 
 
 def test_sampling_waits_before_it_writes(bfloat16: Kernels) -> None:

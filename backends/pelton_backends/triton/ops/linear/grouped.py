@@ -40,7 +40,7 @@ from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -51,6 +51,9 @@ BLOCK = 128  # columns
 NUMBERS_AT_ONCE = 2**25
 """Of a matrix, dequantized for cuBLAS."""
 _SMALLEST_TILE = 64  # rows of a weight
+NEAR_BYTES, _LARGE_BYTES = 8 << 20, 48 << 20
+"""Of a large matrix behind O, brought into L2 while attention, at one row, leaves the memory idle. One row of Llama-3.1-8B, us a step:
+4 MiB -13, 8 MiB -17 to -25, 12 MiB -16, 20 MiB +7. Before other products it was slower, see docs/performance/models.md."""
 TWO_23 = 0x4B000000
 """Bits of 2.0 ** 23."""
 POWERS = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
@@ -132,7 +135,15 @@ class GroupedMatrix:
         self.counters = torch.zeros(num_counters, dtype=torch.int32, device=self.codes.device)
         pdl = has_pdl(self.codes.device)
         self.launch_flags = {"PDL": pdl, **launch_options(pdl)}
+        self.near: Tensor | None = None
         self.row_tile = choose_row_tile(spec.out_features, spec.in_features, self.form["B"], self.programs, has_norm)
+
+    def read_next(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Linear`."""
+        codes = tensors.get("codes")
+        is_like = codes is not None and codes.dtype == self.codes.dtype and self.form["B"] == 4
+        if is_like and self.launch_flags["PDL"] and codes is not None and codes.nbytes >= _LARGE_BYTES:
+            self.near = codes
 
     def row_flags(self, tile: RowTile) -> dict[str, Any]:
         flags = {"W": tile.W, "R": tile.R, "NUM": tile.NUM, "AHEAD": tile.AHEAD}
@@ -147,10 +158,13 @@ class GroupedMatrix:
         tile, num_tiles, partials = self.row_tile, self.num_row_programs(self.row_tile), None
         if tile.SPLIT > 1:
             partials = torch.empty((num_tiles, tile.SPLIT, tile.R), dtype=torch.float32, device=x.device)
+        flags = self.row_flags(tile)
+        if self.near is not None:
+            flags |= {"near": self.near, "NEAR": NEAR_BYTES, "HALF": self.near.nbytes // 2}
         launch(
             one_row_kernel, (num_tiles, tile.SPLIT),
             x, self.order, self.codes, self.scales, self.bias, out, partials, self.counters, POWERS[x.dtype],
-            SPLIT=tile.SPLIT, **self.row_flags(tile),
+            SPLIT=tile.SPLIT, **flags,
         )  # fmt: skip
         return out
 
@@ -214,18 +228,26 @@ def _refusals(needs: Any) -> list[str]:
     return product_refusals(needs, FORMATS, DTYPES)
 
 
+class _BoundLinear:
+    def __init__(self, matrix: GroupedMatrix, *, is_summed: bool) -> None:
+        """is_summed: over ranks, before the next product reads the results."""
+        self._matrix, self._is_summed = matrix, is_summed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._matrix.multiply_one(x.contiguous()) if x.shape[0] == 1 else self._matrix(x)
+
+    def read_next(self, tensors: Mapping[str, Tensor]) -> None:
+        if not self._is_summed:
+            self._matrix.read_next(tensors)
+
+
 class GroupedLinear:
     handles = HANDLES | {"is_ordered"}
     unsupported = staticmethod(_refusals)
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        matrix = GroupedMatrix(tensors.linear, needs.dtype)
-
-        def call(x: Tensor) -> Tensor:
-            return matrix.multiply_one(x.contiguous()) if x.shape[0] == 1 else matrix(x)
-
-        return call
+        return _BoundLinear(GroupedMatrix(tensors.linear, needs.dtype), is_summed=tensors.reduce is not None)
 
 
 def _add_norm_product(

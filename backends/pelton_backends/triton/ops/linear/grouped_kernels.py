@@ -234,12 +234,23 @@ def _row_product(
 
 
 @triton.jit
+def _bring_near(address, num_bytes):
+    """Ask for bytes, a multiple of 16, to be brought into L2: one thread does, and nobody waits for them."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
+        "=r,l,r", [address, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def one_row_kernel(
     x, order, codes, scales, bias, out, partials, counters, magic, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
     B: tl.constexpr, MINIMA: tl.constexpr, W: tl.constexpr, R: tl.constexpr, NUM: tl.constexpr, AHEAD: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr, near=None, NEAR: tl.constexpr = 0, HALF: tl.constexpr = 0,
 ):  # fmt: skip
-    """out [1, N] = x [1, K] weight^T + bias.
+    """out [1, N] = x [1, K] weight^T + bias. near: a matrix that is read next, of whose halves, HALF bytes each, NEAR bytes in all are
+    brought into L2 before the wait.
 
     order [K] int32 or None: which column of x each column of the weight meets. magic: the bits of a power of two, twice, as an
     argument: two constants do not fit into the instruction that cuts out codes and adds them. partials [N / R, SPLIT, R] float32 and
@@ -251,6 +262,11 @@ def one_row_kernel(
     start = tl.program_id(1) * (NUM * W)
     let_next_start(PDL)
     tile = _load_tile(codes, scales, first, start, LAST, N, K, G, B, 1, W, R, AHEAD)
+    if NEAR > 0:
+        share = NEAR // 2 // tl.num_programs(0) // 128 * 128
+        address = near.to(tl.int64) + tl.program_id(0).to(tl.int64) * share
+        _bring_near(address, share)
+        _bring_near(address + HALF, share)
     wait_for_inputs(PDL)
     if NUM > MOST_PIECES:
         y = _streamed_product(
