@@ -128,6 +128,27 @@ def test_a_layer_runs_no_torch_operator_outside_the_seams(checkpoint, make_drive
     assert operators == ["empty", "view"]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"], indirect=True, scope="session")
+def test_o_is_told_which_tensors_are_read_behind_it(checkpoint, make_driver, monkeypatch):
+    bind, told = reference.ReferenceLinear.bind, []
+
+    def with_read_next(needs, tensors):
+        inner = bind(needs, tensors)
+
+        def call(x):
+            return inner(x)
+
+        call.read_next = lambda following: told.append((tensors.linear, following))
+        return call
+
+    monkeypatch.setattr(reference.ReferenceLinear, "bind", staticmethod(with_read_next))
+    layers = make_driver(checkpoint).model.layers
+    assert len(told) == len(layers) > 1
+    for layer, (own, following) in zip(layers, told, strict=True):
+        assert own.tensors["weight"].data_ptr() == layer.o_proj.weight.data_ptr()
+        assert following["weight"].data_ptr() == layer.gate_up_proj.weight.data_ptr()
+
+
 def test_a_backend_named_in_the_settings_beats_a_plugins_priority(calls, tmp_path, token_ids):
     from pelton.attention.selector import AttentionSelector
 
