@@ -146,7 +146,7 @@ class LinearWeights:
 @dataclass(slots=True)
 class RowsToSend:
     """Where a product's kernel leaves its partial rows for the other of two ranks while it goes on, besides its result: those that the
-    other adds up, every other `turn` of them, rank 0 the first. A part counts 64 rows x 256 columns, those cut off too, once it is there."""
+    other adds up, every other `turn` of them, rank 0 the first. A part counts 64 rows x 256 columns once it is there."""
 
     copies: tuple[Tensor, Tensor]  # the other rank's, [n, H] each: the first in calls of even number
     counts: (

@@ -122,7 +122,10 @@ def test_rows_are_sent_while_others_are_computed(rows, rank, device):
         assert result.pelton_parts == 12 and calls.tolist() == [call + 1, 0]
         assert torch.equal(copies[call % 2][is_sent], result[is_theirs[:rows]]) and not copies[call % 2][~is_sent].any()
         blocks = -(-rows // 64)
-        assert torch.equal(counts[call % 2, :blocks], 12 * is_theirs[: 64 * blocks : 64]) and not counts[1 - call % 2].any()
+        assert (
+            torch.equal(counts[call % 2, :blocks], 12 * is_theirs[: 64 * blocks : 64])
+            and not counts[1 - call % 2].any()
+        )
         assert not own_counts[1 - call % 2].any()
         assert_close(result, case.expected()[0], "result", factor=2.0)
 

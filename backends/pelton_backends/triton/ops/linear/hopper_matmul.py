@@ -305,18 +305,18 @@ def hopper_matmul_kernel(
         [
             (_multiply, (
                 gl.constexpr(0), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
-                calls, rank, turn_rows, left, right, buffers.index(0), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
-                num_halved, ACTIVATION, SENT_BLOCKS,
+                calls, rank, turn_rows, left, right, buffers.index(0), ready, free, num_row_tiles, num_column_tiles, num_rows, size,
+                num_steps, num_halved, ACTIVATION, SENT_BLOCKS,
             )),
             (_multiply, (
                 gl.constexpr(1), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
-                calls, rank, turn_rows, left, right, buffers.index(1), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
-                num_halved, ACTIVATION, SENT_BLOCKS,
+                calls, rank, turn_rows, left, right, buffers.index(1), ready, free, num_row_tiles, num_column_tiles, num_rows, size,
+                num_steps, num_halved, ACTIVATION, SENT_BLOCKS,
             )),
             (_multiply, (
                 gl.constexpr(2), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
-                calls, rank, turn_rows, left, right, buffers.index(2), ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps,
-                num_halved, ACTIVATION, SENT_BLOCKS,
+                calls, rank, turn_rows, left, right, buffers.index(2), ready, free, num_row_tiles, num_column_tiles, num_rows, size,
+                num_steps, num_halved, ACTIVATION, SENT_BLOCKS,
             )),
         ],
         [4, 4],
