@@ -50,6 +50,8 @@ from pelton.ops.interface import (
     LogprobsNeeds,
     LogprobsTensors,
     NormSpec,
+    PrepareInputsNeeds,
+    PrepareInputsTensors,
     QkNormRopeWriteKvNeeds,
     QkNormRopeWriteKvTensors,
     RowsToSend,
@@ -59,6 +61,7 @@ from pelton.ops.interface import (
 from pelton.ops.moe import RoutingSpec
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
+from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_backends.triton.attention import decode_resident, latent_hopper
 from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.context_part import context_part_attention
@@ -75,8 +78,8 @@ from pelton_backends.triton.attention.indexer import choose_tokens
 from pelton_backends.triton.attention.latent import latent_attention
 from pelton_backends.triton.attention.prefill import prefill_attention
 from pelton_backends.triton.attention.sparse_latent import sparse_latent_attention
+from pelton_backends.triton.ops import drafted_inputs, inputs, pinned
 from pelton_backends.triton.ops import logits as head
-from pelton_backends.triton.ops import pinned
 from pelton_backends.triton.ops.linear import (
     coded,
     fp8,
@@ -242,8 +245,8 @@ class Attention:
         keys, values = self.caches
         parts = ResidentParts.allocate(keys.device)
         layer = SimpleNamespace(k_cache=keys, v_cache=values, num_heads=HEADS, scale=1.0)
-        for num_tokens, warps in ((1, 2), (1, 1), (4, 2)):
-            shape, starts = ResidentShape(32, warps, 2, 3), self.starts if num_tokens > 1 else None
+        for num_tokens, warps, pieces in ((1, 4, 1), (1, 1, 2), (4, 4, 1)):
+            shape, starts = ResidentShape(32, warps, pieces, 3), self.starts if num_tokens > 1 else None
             deal_resident(self.lengths, self.table, parts.shares, shape, num_rows=32, query_start_loc=starts, pdl=True)
             ResidentDecode(layer, parts, made, num_tokens=num_tokens, pdl=True)(
                 self.qkv, self.query, self.tokens, self.tokens, starts, self.lengths, self.table, shape
@@ -420,7 +423,7 @@ def shares() -> None:
 
 
 def speculate() -> None:
-    """Drafts looked up, and verified."""
+    """Drafts looked up, alone and with the inputs, and verified."""
     state = BatchState(
         max_num_seqs=2,
         max_model_len=64,
@@ -431,7 +434,16 @@ def speculate() -> None:
     )
     slots, drafted = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     needs = LookupDraftsNeeds(num_drafts=3, longest=5, shortest=3)
-    speculation.TritonLookupDrafts.bind(needs, LookupDraftsTensors(state))(slots, drafted, drafted.clone())
+    look_up = speculation.TritonLookupDrafts.bind(needs, LookupDraftsTensors(state))
+    look_up(slots, drafted, drafted.clone())
+    buffers = InputBuffers(state, max_num_tokens=8)
+    sizes = PrepareInputsNeeds(max_num_tokens=8, max_num_seqs=2, block_sizes=(16,), max_model_len=64)
+    prepare: Any = inputs.TritonPrepareInputs.bind(sizes, PrepareInputsTensors(state, buffers))
+    prepare.look_up_too(look_up, slots, drafted, drafted.clone())
+    shape = StepShape(
+        num_reqs=2, num_tokens=8, num_decode_rows=0, max_query_len=4, max_seq_len=64, num_padded_reqs=2, num_padded_tokens=8
+    )  # fmt: skip
+    prepare(slots, slots, shape)
     sampled, result = (torch.zeros(shape, dtype=torch.int32) for shape in ((8, 2), (2, 7)))
     speculation.TritonVerify.bind(VerifyNeeds(num_drafts=3), VerifyTensors(state))(slots, drafted, sampled, result)
 
@@ -590,7 +602,7 @@ def main(*arguments: str) -> None:
     grouped.has_pdl = pinned.has_pdl = lora.has_pdl = lora_hopper.has_pdl = lora_shrink.has_pdl = (
         large_batch.has_pdl
     ) = lambda device: True
-    sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = lambda device: True
+    sampling.has_pdl = sampling_logprobs.has_pdl = speculation.has_pdl = drafted_inputs.has_pdl = lambda device: True
     made: list[tuple[dict[str, Any], bytes]] = []  # what is known of a kernel, and what it was compiled to
     for is_end, group in itertools.groupby(arguments, "--".__eq__):
         if is_end:

@@ -334,7 +334,9 @@ def test_rows_that_are_sent_leave_by_the_copy_engine(bfloat16: Kernels) -> None:
 
 def test_speculation_waits_before_it_writes(bfloat16: Kernels) -> None:
     kernels = bfloat16("speculation", "drafts")
-    assert [kernel["kernel"] for kernel in kernels] == ["lookup_kernel", "verify_kernel", "drafts_kernel"]
+    assert [kernel["kernel"] for kernel in kernels] == [
+        "lookup_kernel", "drafted_rows_kernel", "verify_kernel", "drafts_kernel"
+    ]  # fmt: skip
     for kernel in kernels:
         code = kernel["instructions"]
         assert kernel["stack"] == 0 and "PREEXIT" in code, kernel["kernel"]

@@ -11,18 +11,27 @@ import torch
 from pelton.attention.interface import KVLayout
 from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
-from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
+from pelton.ops.interface import (
+    NormSpec,
+    PrepareInputsNeeds,
+    PrepareInputsTensors,
+    QkNormRopeWriteKvNeeds,
+    QkNormRopeWriteKvTensors,
+)
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
+from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
 from pelton_backends.reference.speculation import ReferenceLookupDrafts, ReferenceVerify
 from pelton_backends.triton.attention.decode import NewTokens, NormRope
 from pelton_backends.triton.attention.decode_drafts import DraftParts, drafts_attention, drafts_shape, span
 from pelton_backends.triton.attention.decode_shares import LaunchShape, deal_rows
+from pelton_backends.triton.ops import drafted_inputs, inputs
 from pelton_backends.triton.ops.sampling import speculation
 from pelton_backends.triton.ops.sampling.best import leave_best
 from pelton_backends.triton.ops.sampling.speculation import TritonLookupDrafts, TritonVerify
 from pelton_backends.triton.runtime import num_sms
 from pelton_platforms.device.steps.batch_state import BatchState
+from pelton_platforms.device.steps.reference_step import ReferencePrepareInputs
 
 ROWS, MAX_LEN = 6, 100
 
@@ -42,7 +51,7 @@ def random_state(seed: int, device: torch.device) -> BatchState:
 
 @pytest.mark.parametrize("num_drafts, longest, shortest", [(3, 5, 3), (1, 1, 1), (5, 3, 2)])
 def test_drafts_are_the_reference_s(device, monkeypatch, num_drafts, longest, shortest) -> None:
-    monkeypatch.setattr(speculation, "_TEXT_BLOCK", 16)  # several blocks of text
+    monkeypatch.setattr(speculation, "TEXT_BLOCK", 16)  # several blocks of text
     needs = LookupDraftsNeeds(num_drafts=num_drafts, longest=longest, shortest=shortest)
     assert TritonLookupDrafts.unsupported(needs) == []
     num_drafted = 0
@@ -58,6 +67,59 @@ def test_drafts_are_the_reference_s(device, monkeypatch, num_drafts, longest, sh
         assert found[0] == found[1]
         num_drafted += sum(found[0][0])
     assert num_drafted > 0
+
+
+@pytest.mark.parametrize("num_drafts", [3, 15, 16])
+@pytest.mark.parametrize("are_same", [True, False])
+def test_inputs_look_drafts_up_as_the_reference_does(device, monkeypatch, num_drafts, are_same) -> None:
+    """In one launch where a row with drafts is a row of the step; else, and where rows are long, in a launch of its own before."""
+    monkeypatch.setattr(speculation, "TEXT_BLOCK", 16)
+    needs = LookupDraftsNeeds(num_drafts=num_drafts, longest=4, shortest=2)
+    width, num_drafted, launches = 1 + num_drafts, 0, []
+    noted = inputs.launch
+    for module in (drafted_inputs, inputs, speculation):
+        monkeypatch.setattr(
+            module, "launch", lambda *args, **options: (launches.append(args[0]), noted(*args, **options))
+        )
+    for seed in range(4):
+        found = []
+        for op, prepare in (
+            (ReferenceLookupDrafts, ReferencePrepareInputs),
+            (TritonLookupDrafts, inputs.TritonPrepareInputs),
+        ):
+            state = random_state(seed, device)
+            state.num_computed_tokens.clamp_(max=MAX_LEN - width)
+            table = state.block_tables[0]
+            table[:ROWS] = torch.arange(ROWS * table.shape[1], device=device).view(ROWS, -1)
+            buffers = InputBuffers(state, max_num_tokens=4 * width + 3)
+            given = PrepareInputsNeeds(
+                max_num_tokens=4 * width + 3, max_num_seqs=ROWS, block_sizes=(4,), max_model_len=MAX_LEN
+            )
+            bound = prepare.bind(given, PrepareInputsTensors(state, buffers))
+            slots = torch.tensor([3, 0, 5, state.padding_slot], device=device)
+            scheduled = torch.tensor([width, width, width, 0], device=device)
+            num_draft = torch.tensor([num_drafts, 1, num_drafts, 0], device=device)
+            num_found = torch.full((4,), -1, device=device)
+            look_up = op.bind(needs, LookupDraftsTensors(state))
+            too = getattr(bound, "look_up_too", None)
+            if too is None or not too(look_up, slots if are_same else slots.clone(), num_draft, num_found):
+                look_up(slots, num_draft, num_found)
+            shape = StepShape(
+                num_reqs=3, num_tokens=3 * width, num_decode_rows=0, max_query_len=width, max_seq_len=MAX_LEN, num_padded_reqs=4,
+                num_padded_tokens=4 * width,
+            )  # fmt: skip
+            (common,) = bound(slots, scheduled, shape)
+            written = buffers.input_ids, buffers.positions, common.slot_mapping, common.seq_lens, common.query_start_loc
+            found.append(
+                [num_found.tolist(), state.token_ids[:, :MAX_LEN].tolist(), *(one.tolist() for one in written)]
+            )
+        assert found[0] == found[1]
+        num_drafted += sum(found[0][0])
+    assert num_drafted > 0
+    alone = speculation.lookup_kernel in launches
+    assert alone == (not are_same or num_drafts > 15) and (drafted_inputs.drafted_rows_kernel in launches) != alone
+    other = ReferenceLookupDrafts.bind(needs, LookupDraftsTensors(state))
+    assert not bound.look_up_too(other, slots, num_draft, num_found), "another op's drafts"
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])

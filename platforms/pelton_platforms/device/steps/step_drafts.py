@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pelton.ops.interface import PrepareInputs, SampleNeeds, SampleTensors
 from pelton.ops.interface import Sample as SampleOp
-from pelton.ops.interface import SampleNeeds, SampleTensors
 from pelton.ops.speculation import (
     LookupDrafts,
     LookupDraftsNeeds,
@@ -43,9 +43,11 @@ class StepDrafts:
         lookup: LookupDraftsNeeds | None,
         *,
         has_drafter: bool = False,
+        prepare_inputs: PrepareInputs | None = None,
     ) -> None:
         """num_drafts: most of a row. lookup: how the device finds them; has_drafter: they are in place before the step; neither: the
-        host makes them."""
+        host makes them. prepare_inputs: the op that is called behind `make`; where it has a method `look_up_too(look_up, slots, num_draft,
+        num_found)`, its next call looks drafts up as well, unless that returns False."""
         self.width = 1 + num_drafts
         self._ops, self._state = ops, state
         most = min(state.max_num_seqs, max(_MOST_ROWS // self.width, 1)) * self.width
@@ -64,6 +66,7 @@ class StepDrafts:
         self._look_up: LookupDrafts | None = None
         if lookup is not None:
             self._look_up = ops.bind("lookup_drafts", lookup, LookupDraftsTensors(state))
+        self._look_up_too = getattr(prepare_inputs, "look_up_too", None)
 
     @property
     def are_made_here(self) -> bool:
@@ -75,7 +78,8 @@ class StepDrafts:
         if self._look_up is None:
             return num_draft
         found = self._num_found[: len(slots)]
-        self._look_up(slots, num_draft, found)
+        if self._look_up_too is None or not self._look_up_too(self._look_up, slots, num_draft, found):
+            self._look_up(slots, num_draft, found)
         return found
 
     def verify(

@@ -81,7 +81,9 @@ class StepOps:
         """Rows may have up to `num_drafts` drafts; lookup, has_drafter: see `StepDrafts`."""
         from pelton_platforms.device.steps.step_drafts import StepDrafts
 
-        self.drafts = StepDrafts(self._ops, self._state, num_drafts, lookup, has_drafter=has_drafter)
+        self.drafts = StepDrafts(
+            self._ops, self._state, num_drafts, lookup, has_drafter=has_drafter, prepare_inputs=self.prepare_inputs
+        )
 
     @property
     def adapters(self) -> StepAdapters | None:

@@ -32,7 +32,38 @@ from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.sampling.best import best_of, token_of_best
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
-_TEXT_BLOCK = 1024
+TEXT_BLOCK = 1024
+
+
+@triton.jit
+def found_in_text(
+    text, size, wanted, LONGEST: tl.constexpr, SHORTEST: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Where the end of a text of `size` tokens has been before, and how many of the tokens behind that place are drafts.
+
+    A place's worth is (tokens that match, whether DRAFTS tokens are behind it, which comes first), in one number. No load waits for
+    another."""
+    best = tl.full([], -1, tl.int64)
+    end = tl.where(wanted > 0, size - 1, 0)
+    start = end * 0
+    while start < end:
+        place = start + tl.arange(0, BLOCK)
+        is_inside = place < end
+        is_match = is_inside
+        matched = tl.zeros([BLOCK], tl.int64)
+        for back in tl.static_range(LONGEST):
+            last = tl.load(text + tl.maximum(size - 1 - back, 0))
+            other = tl.load(text + place - back, mask=is_inside & (place >= back), other=-1)
+            is_match = is_match & (other == last)
+            matched += is_match.to(tl.int64)
+        order = tl.where(place + DRAFTS < size, place + 1099511627776, 1099511627775 - place)
+        worth = tl.where(matched >= SHORTEST, matched * 4398046511104 + order, -1)
+        best = tl.maximum(best, tl.max(worth, 0))
+        start += BLOCK
+    order = best % 4398046511104
+    first = tl.where(order >= 1099511627776, order - 1099511627776, 1099511627775 - order)
+    found = tl.where(best >= 0, tl.minimum(tl.minimum(size - 1 - first, wanted), DRAFTS), 0)
+    return first, found
 
 
 @triton.jit
@@ -50,7 +81,6 @@ def lookup_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A place's worth is (tokens that match, whether DRAFTS tokens are behind it, which comes first), in one number."""
     row = tl.program_id(0)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -58,25 +88,7 @@ def lookup_kernel(
     wanted = tl.load(num_draft + row)
     text = token_ids + slot * token_stride
     size = tl.load(num_computed_tokens + slot) + 1
-    best = tl.full([], -1, tl.int64)
-    end = tl.where(wanted > 0, size - 1, 0)
-    start = end * 0
-    while start < end:
-        place = start + tl.arange(0, BLOCK)
-        is_match = place < end
-        matched = tl.zeros([BLOCK], tl.int64)
-        for back in tl.static_range(LONGEST):
-            last = tl.load(text + tl.maximum(size - 1 - back, 0))
-            other = tl.load(text + place - back, mask=is_match & (place >= back), other=-1)
-            is_match = is_match & (other == last)
-            matched += is_match.to(tl.int64)
-        order = tl.where(place + DRAFTS < size, place + 1099511627776, 1099511627775 - place)
-        worth = tl.where(matched >= SHORTEST, matched * 4398046511104 + order, -1)
-        best = tl.maximum(best, tl.max(worth, 0))
-        start += BLOCK
-    order = best % 4398046511104
-    first = tl.where(order >= 1099511627776, order - 1099511627776, 1099511627775 - order)
-    found = tl.where(best >= 0, tl.minimum(tl.minimum(size - 1 - first, wanted), DRAFTS), 0)
+    first, found = found_in_text(text, size, wanted, LONGEST, SHORTEST, DRAFTS, BLOCK)
     draft = tl.arange(0, DRAFTS_BLOCK)
     is_draft = draft < found
     values = tl.load(text + first + 1 + draft, mask=is_draft, other=0)
@@ -139,19 +151,23 @@ class TritonLookupDrafts:
 
     @staticmethod
     def bind(needs: LookupDraftsNeeds, tensors: LookupDraftsTensors) -> LookupDrafts:
-        state = tensors.state
-        pdl = has_pdl(state.device)
-        options = launch_options(pdl)
+        return LookUp(needs, tensors)
 
-        def look_up(slots: Tensor, num_draft: Tensor, num_found: Tensor) -> None:
-            launch(
-                lookup_kernel, (len(slots),),
-                slots, num_draft, num_found, state.token_ids, state.num_computed_tokens, state.token_ids.stride(0),
-                LONGEST=needs.longest, SHORTEST=needs.shortest, DRAFTS=needs.num_drafts,
-                DRAFTS_BLOCK=triton.next_power_of_2(needs.num_drafts), BLOCK=_TEXT_BLOCK, PDL=pdl, num_warps=4, **options,
-            )  # fmt: skip
 
-        return look_up
+class LookUp:
+    def __init__(self, needs: LookupDraftsNeeds, tensors: LookupDraftsTensors) -> None:
+        self.needs, self._state = needs, tensors.state
+        self._pdl = has_pdl(tensors.state.device)
+
+    def __call__(self, slots: Tensor, num_draft: Tensor, num_found: Tensor) -> None:
+        needs, state = self.needs, self._state
+        launch(
+            lookup_kernel, (len(slots),),
+            slots, num_draft, num_found, state.token_ids, state.num_computed_tokens, state.token_ids.stride(0),
+            LONGEST=needs.longest, SHORTEST=needs.shortest, DRAFTS=needs.num_drafts,
+            DRAFTS_BLOCK=triton.next_power_of_2(needs.num_drafts), BLOCK=TEXT_BLOCK, PDL=self._pdl, num_warps=4,
+            **launch_options(self._pdl),
+        )  # fmt: skip
 
 
 class TritonVerify:
