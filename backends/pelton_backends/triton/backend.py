@@ -34,7 +34,7 @@ from pelton_backends.triton.attention.decode_shares import (
 )
 from pelton_backends.triton.attention.prefill import PrefillAttention
 from pelton_backends.triton.ops.pieces import is_hopper
-from pelton_backends.triton.runtime import has_pdl, num_sms
+from pelton_backends.triton.runtime import attention_starts_early, has_pdl, num_sms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,6 +141,7 @@ class TritonBackend(AttentionBackend):
             return TritonMetadata(common, decode_rows=0, first_prefill_row=0, is_mixed=False)
         metadata = self._divide(common, key)
         metadata.resident_shape = self._deal_resident(metadata)
+        attention_starts_early.set(metadata.resident_shape is not None)
         if metadata.decode_rows and metadata.prefix_len is None:
             metadata.decode_shape = self._deal(metadata)
         if metadata.num_tokens:

@@ -14,6 +14,7 @@ embedding finds them. Where the embedding is no kernel of ours, it starts after 
 from __future__ import annotations
 
 import os
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run in Triton's interpreter, on CPU tensors: for tests."""
+
+
+attention_starts_early: ContextVar[bool] = ContextVar("attention_starts_early", default=False)
+"""Whether attention of the step that was built last copies keys while QKV's product runs, on multiprocessors where that leaves it room.
+A hint: results do not follow from it."""
 
 
 _INTERPRETED = tl.constexpr(INTERPRETED)

@@ -30,11 +30,11 @@ from pelton_backends.triton.attention.decode_resident import (
 )
 from pelton_backends.triton.attention.decode_shares import PartBuffers
 from pelton_backends.triton.ops.pieces import is_hopper
-from pelton_backends.triton.runtime import has_pdl
+from pelton_backends.triton.runtime import attention_starts_early, has_pdl
 
 EVEN = (0, 0)  # shares, whatever the lengths
 WHOLE = (10**6, 10**6)
-PER_SM = {1: ResidentShape(0, 2, 2, 3), 2: ResidentShape(0, 1, 2, 3), 3: ResidentShape(0, 1, 1, 3)}
+PER_SM = {1: ResidentShape(0, 4, 1, 3), 2: ResidentShape(0, 1, 2, 3), 3: ResidentShape(0, 1, 1, 3)}
 
 
 def deal(
@@ -126,7 +126,9 @@ def test_programs_run_at_once_and_have_all_rows() -> None:
             assert rows <= shape.programs
             copied = shape.buffers * shape.chunk * 2 * 256
             each = -(-shape.programs * kv_heads // 132)
-            assert each * (copied + 4096 + (8192 if shape.warps > 1 else 0)) <= 227 * 1024
+            assert each * (copied + 4096 * shape.warps + 1280) <= 228 * 1024, (
+                "the warps' sums, barriers, and what each program costs"
+            )
             assert shape.buffers * shape.chunk // 16 <= 16, "a share has that many blocks"
     chosen = {
         (rows, kv_heads): resident_shape(rows, kv_heads, 2, 1, 132) for rows in (16, 32, 64, 128) for kv_heads in (4, 8)
@@ -184,7 +186,7 @@ def test_the_backend_gives_it_steps_of_rows_that_decode(
     keys, values = (torch.cat([x[-num_tokens:] for x in own]) for own in (step.keys, step.values))
     qkv = torch.cat([x.flatten(1) for x in (step.query, keys, values)], 1)
     metadata, output = step.backend.build(step.common, key), torch.full_like(step.query, float("nan"))
-    assert metadata.resident_shape is not None
+    assert metadata.resident_shape is not None and attention_starts_early.get()
     positions = torch.zeros(len(qkv), dtype=torch.int64, device=device)
     step.layer.attend.write_and_attend(qkv, positions, step.common.slot_mapping, metadata, output)
     assert shapes == ([] if is_hopper(device) else [metadata.resident_shape])
@@ -196,6 +198,8 @@ def test_the_backend_gives_it_steps_of_rows_that_decode(
         step.query, metadata, output.fill_(float("nan"))
     )  # queries that are made already have other kernels
     torch.testing.assert_close(output.double().cpu(), step.expected(), atol=6e-2, rtol=6e-2)
+    step.backend.build(step.common, BatchDescriptor(step.num_tokens, len(rows), 0))
+    assert not attention_starts_early.get(), "rows of any kind"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +229,15 @@ CASES = {
     "part-rotated": Case(num_kv_heads=8, norms=True, unit_offset=True, rotary_dim=64, shape=ResidentShape(66, 1, 2, 3)),
     "float16-not-rotated": Case(dtype="float16", rotary_dim=0),
     "skipped": Case(norms=True, skipped=(1, 4)),
+    "four-warps": Case(how=EVEN, num_kv_heads=8, norms=True, shape=ResidentShape(33, 4, 1, 3), lengths=(70, 0, 3000, 5, 1, 64)),
+    "four-warps-whole": Case(how=WHOLE, num_kv_heads=8, norms=True, shape=ResidentShape(33, 4, 1, 3)),
     "drafts": Case(num_kv_heads=8, norms=True, lengths=(30, 4, 33, 0, 90), counts=(4, 1, 2, 0, 4), shape=ResidentShape(33, 2, 2, 3)),
+    "drafts-of-four-warps": Case(
+        num_kv_heads=8, norms=True, lengths=(30, 4, 333, 0, 90, 260), counts=(4, 1, 2, 0, 4, 4), shape=ResidentShape(33, 4, 1, 3),
+    ),
+    "drafts-of-four-warps-even": Case(
+        num_kv_heads=8, norms=True, lengths=(30, 4, 1033, 0, 90), counts=(4, 1, 2, 0, 4), shape=ResidentShape(33, 4, 1, 3), how=EVEN,
+    ),
     "drafts-even": Case(
         num_kv_heads=8, norms=True, lengths=(30, 4, 1033, 0, 90), counts=(4, 1, 2, 0, 4), shape=ResidentShape(33, 2, 2, 3), how=EVEN,
     ),

@@ -8,6 +8,7 @@ import torch
 import triton
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case
 
+from pelton.ops.interface import LinearSpec, LinearWeights
 from pelton_backends.triton.ops.linear import small_batch, split_k
 from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, HopperTiling, choose_hopper_tiling
@@ -20,6 +21,7 @@ from pelton_backends.triton.ops.linear.small_batch import (
     SmallBatchLinear,
 )
 from pelton_backends.triton.ops.linear.split_k import Tiling, multiply
+from pelton_backends.triton.runtime import attention_starts_early
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -149,6 +151,32 @@ def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
     assert choose_mid_batch_tiling(128, 2048, 2048, False) is None, "short rows"
 
 
+def test_products_in_front_of_attention_that_starts_early_leave_it_multiprocessors(device, monkeypatch):
+    """Of the sizes that were measured, in such steps alone."""
+    tilings = []
+
+    def multiply(self: HopperProduct, x: torch.Tensor, tiling: HopperTiling | None = None) -> torch.Tensor:
+        tilings.append(tiling)
+        return x.new_empty(len(x), 1)
+
+    monkeypatch.setattr(small_batch, "can_multiply", lambda weight: True)
+    monkeypatch.setattr(HopperProduct, "__call__", multiply)
+    for starts_early in (True, False):
+        token = attention_starts_early.set(starts_early)
+        for out, size in ((4096, 1024), (4096, 2048), (1024, 2048)):
+            spec = LinearSpec(in_features=size, out_features=out)
+            weight = torch.zeros(out, size, dtype=torch.bfloat16, device=device)
+            product = small_batch.product_of(LinearWeights(spec, {"weight": weight}))
+            for rows in (96, 97, 128):
+                product(torch.zeros(rows, size, dtype=weight.dtype, device=device))
+        attention_starts_early.reset(token)
+    chosen = [tiling for tiling in tilings if tiling is not None]
+    assert len(tilings) == 18 and chosen == tilings[1:3]
+    (tiling,) = set(chosen)
+    assert -(-4096 // tiling.rows) * -(-128 // tiling.tokens) == 64 and 1024 % (tiling.columns * tiling.split) == 0
+    assert (tiling.rows + tiling.tokens) * tiling.columns * 2 * tiling.stages <= 200_000
+
+
 def test_tilings_cover_the_product_and_fit_the_device():
     for num_tokens in (1, 8, 9, 24, 40, 80, 128, 200, 256):
         for out, size in ((1024, 3072), (6144, 1024), (28672, 4096), (4096, 14336), (128, 64), (150000, 1024)):
@@ -189,6 +217,7 @@ def test_real_sizes(rows, shape, device):
 
 
 HOPPER_TILINGS = [  # rows, columns, split, stages, tokens
+    (64, 128, 1, 4, 128),
     (64, 64, 1, 2, 16),
     (64, 128, 2, 2, 16),
     (64, 256, 3, 2, 32),

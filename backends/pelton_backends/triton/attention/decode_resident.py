@@ -139,6 +139,9 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
     products, with heads of 128: 32 rows of 256 tokens and 8 kv heads 10.5 us for 11.7, with three drafts each 11.9 for 14.3; 128 rows of
     150 and 250 tokens and 4 kv heads 12.8 and 17.9 for 16.5 and 22.6; groups of 8 are not cut, 200 tokens 15.4 for 21.2.
 
+    That was with two warps a program, of 32 keys each. Four of 16 keys take less at every length: whole steps of Qwen3-0.6B with 32 rows
+    of 256 tokens 886.7 us for 899.4, 100 to 400 tokens 869 for 905, log-normal lengths 1,341 for 1,539, 2,000 tokens 2,316 for 2,332.
+
     Up to 128 pairs `decode_kernel` is better at long contexts (16 rows of 2,000 tokens 34.8 us for 37.7). Of 34 to 66 rows of 8 kv heads
     equal ones are faster here (64 of 256 tokens 17.6 for 22.3), but lengths that differ much are not (log-normal 36.3 for 34.4), nor are
     those of more pairs, with eight programs a multiprocessor (74.0 for 65.5).
@@ -146,7 +149,7 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
     if group * num_tokens > COLUMNS or num_rows * num_kv_heads < _FEWEST:
         return None
     if num_rows <= 2 * num_sms // num_kv_heads:
-        return ResidentShape(2 * num_sms // num_kv_heads, warps=2, pieces=2, buffers=3)
+        return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=3)
     if num_rows <= 4 * num_sms // num_kv_heads and num_kv_heads <= _FEW_KV_HEADS and num_tokens == 1:
         return ResidentShape(4 * num_sms // num_kv_heads, warps=1, pieces=2, buffers=3)
     return None

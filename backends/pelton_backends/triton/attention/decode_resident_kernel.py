@@ -244,6 +244,7 @@ def _add_warps(top, total, sums, memory, LAYOUT: gl.constexpr):
     if memory is None:
         found = gl.permute(gl.sum(sums, 0), (1, 0))
     else:
+        gl.thread_barrier()  # what lay there has been read
         memory.permute([0, 2, 1]).store(sums)
         found = gl.sum(memory.load(LAYOUT.parent), 0)
     OF_HEAD: gl.constexpr = gl.SliceLayout(1, found.type.layout)
@@ -367,12 +368,16 @@ def resident_decode_kernel(
             gdc_wait()
     k_smem = gl.allocate_shared_memory(dtype, [BUFFERS * J, W, 16, _D], SHARED)
     v_smem = gl.allocate_shared_memory(dtype, [BUFFERS * J, W, 16, _D], SHARED)
-    x_smem = gl.allocate_shared_memory(
-        dtype, [M if TOKENS == 1 else 2 * M, _D], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    )
+    X_ROWS: gl.constexpr = M if TOKENS == 1 else 2 * M
+    X_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     memory = None
-    if W > 1:
+    if W > 1:  # the warps' sums, at a row's end, lie where its queries do at its beginning
         memory = gl.allocate_shared_memory(gl.float32, [W, M, _D], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
+        x_smem = memory._reinterpret(dtype, [W * M * (32 // dtype.primitive_bitwidth), _D], X_LAYOUT).slice(
+            0, X_ROWS, 0
+        )
+    else:
+        x_smem = gl.allocate_shared_memory(dtype, [X_ROWS, _D], X_LAYOUT)
     share = shares + program * _SHARE
     # All of it at once: the first blocks wait for no length.
     warp = gl.arange(0, W, OF_WARP)
@@ -503,4 +508,5 @@ def resident_decode_kernel(
                     to, stride_output, query_len * GROUP, index, num_parts, first_place, part_sums, part_stats, arrivals, M, GROUP, FOUND,
                 )  # fmt: skip
         if row < last_row:
+            gl.thread_barrier()  # the warps' sums have been read
             last_key = _keys_of(row + 1, query_start_loc, seq_lens, TOKENS)

@@ -27,12 +27,17 @@ from pelton.ops.interface import (
 from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES, most_rows
 from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
-from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
+from pelton_backends.triton.ops.linear.hopper_split_k import (
+    HopperProduct,
+    can_multiply,
+    choose_tiling_beside_attention,
+)
 from pelton_backends.triton.ops.linear.large_batch import bind_add_norm, gated
 from pelton_backends.triton.ops.linear.mid_batch_tilings import SMALL_MATRIX, choose_mid_batch_tiling
 from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
 from pelton_backends.triton.ops.pieces import empty_rows
+from pelton_backends.triton.runtime import attention_starts_early
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +75,10 @@ def product_of(weights: LinearWeights, activation: str | None = None) -> Callabl
 
     def product(x: Tensor) -> Tensor:
         is_readable = is_for_hopper and few.takes(x)
+        if is_readable and attention_starts_early.get():
+            beside = choose_tiling_beside_attention(x.shape[0], *sizes)
+            if beside is not None:
+                return few(x, beside)
         tiling = choose_mid_batch_tiling(x.shape[0], *sizes) if is_readable else None
         if tiling is not None:
             return more(x, tiling)
