@@ -141,6 +141,7 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
 
     That was with two warps a program, of 32 keys each. Four of 16 keys take less at every length: whole steps of Qwen3-0.6B with 32 rows
     of 256 tokens 886.7 us for 899.4, 100 to 400 tokens 869 for 905, log-normal lengths 1,341 for 1,539, 2,000 tokens 2,316 for 2,332.
+    Rows with three drafts, beside QKV's 64 programs, take 1,096.7 us with two chunks on their way and 1,113.5 with three (256 tokens).
 
     Up to 128 pairs `decode_kernel` is better at long contexts (16 rows of 2,000 tokens 34.8 us for 37.7). Of 34 to 66 rows of 8 kv heads
     equal ones are faster here (64 of 256 tokens 17.6 for 22.3), but lengths that differ much are not (log-normal 36.3 for 34.4), nor are
@@ -149,7 +150,7 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
     if group * num_tokens > COLUMNS or num_rows * num_kv_heads < _FEWEST:
         return None
     if num_rows <= 2 * num_sms // num_kv_heads:
-        return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=3)
+        return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2 if num_tokens > 1 else 3)
     if num_rows <= 4 * num_sms // num_kv_heads and num_kv_heads <= _FEW_KV_HEADS and num_tokens == 1:
         return ResidentShape(4 * num_sms // num_kv_heads, warps=1, pieces=2, buffers=3)
     return None
