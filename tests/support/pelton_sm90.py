@@ -245,7 +245,7 @@ class Attention:
         keys, values = self.caches
         parts = ResidentParts.allocate(keys.device)
         layer = SimpleNamespace(k_cache=keys, v_cache=values, num_heads=HEADS, scale=1.0)
-        for num_tokens, warps, pieces, buffers in ((1, 4, 1, 3), (1, 1, 2, 3), (4, 4, 1, 2)):
+        for num_tokens, warps, pieces, buffers in ((1, 4, 1, 3), (1, 4, 2, 3), (1, 1, 2, 3), (4, 4, 1, 2)):
             shape, starts = ResidentShape(32, warps, pieces, buffers), self.starts if num_tokens > 1 else None
             deal_resident(self.lengths, self.table, parts.shares, shape, num_rows=32, query_start_loc=starts, pdl=True)
             ResidentDecode(layer, parts, made, num_tokens=num_tokens, pdl=True)(

@@ -270,7 +270,7 @@ def test_rows_are_dealt_out_by_a_kernel_that_waits_too(bfloat16: Kernels) -> Non
 def test_programs_that_run_at_once_copy_before_they_wait_and_keep_all_in_registers(bfloat16: Kernels) -> None:
     """A program that has nothing to do waits too, if it is the first one: its wait comes before all copies."""
     kernels = bfloat16("resident")
-    assert [kernel["kernel"] for kernel in kernels] == ["deal_resident_kernel", "resident_decode_kernel"] * 3
+    assert [kernel["kernel"] for kernel in kernels] == ["deal_resident_kernel", "resident_decode_kernel"] * 4
     for kernel in kernels:
         code = kernel["instructions"]
         assert kernel["stack"] == 0 and "PREEXIT" in code and not WRITES & set(code[: code.index("ACQBULK")])

@@ -72,9 +72,7 @@ def parts_of_rows(shares: list[list[int]], keys: list[int], chunk: int) -> dict[
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_chunk_has_one_program_and_every_program_knows_its_neighbours(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_every_chunk_has_one_program_and_every_program_knows_its_neighbours(device: torch.device, seed: int) -> None:
     chooser = random.Random(seed)
     rows, shape = chooser.choice([1, 3, 17, 40]), chooser.choice(list(PER_SM.values()))
     shape = ResidentShape(chooser.choice([1, 3, 33, 66]), shape.warps, shape.pieces, 3)
@@ -82,8 +80,7 @@ def test_every_chunk_has_one_program_and_every_program_knows_its_neighbours(
     lengths[chooser.randrange(rows)] = chooser.choice([50, 4000])
     counts = [min(length, chooser.choice([1, 2, 4])) for length in lengths] if seed % 2 else None
     uneven, short = chooser.choice([EVEN, WHOLE, (4, 512)])
-    monkeypatch.setattr(decode_resident, "_UNEVEN", uneven)
-    monkeypatch.setattr(decode_resident, "_SHORT", short)
+    shape = replace(shape, uneven=uneven, short=short)
     shares, table = deal(lengths, counts, shape, device)
     keys = [length - (counts[row] if counts else 1) if length else -1 for row, length in enumerate(lengths)]
     parts = parts_of_rows(shares, keys, shape.chunk)
@@ -129,11 +126,13 @@ def test_programs_run_at_once_and_have_all_rows() -> None:
             assert each * (copied + 4096 * shape.warps + 1280) <= 228 * 1024, (
                 "the warps' sums, barriers, and what each program costs"
             )
-            assert shape.buffers * shape.chunk // 16 <= 16, "a share has that many blocks"
+            assert shape.chunk // 16 <= 16, "a share has the blocks of its first chunk"
     chosen = {
         (rows, kv_heads): resident_shape(rows, kv_heads, 2, 1, 132) for rows in (16, 32, 64, 128) for kv_heads in (4, 8)
     }
-    assert [key for key, shape in chosen.items() if shape] == [(32, 8), (64, 4), (128, 4)]
+    assert [key for key, shape in chosen.items() if shape] == [(16, 8), (32, 4), (32, 8), (64, 4), (128, 4)]
+    assert chosen[16, 8] == ResidentShape(16, 4, 2, 3, uneven=2, short=256) and resident_shape(11, 8, 2, 1, 132) is None
+    assert resident_shape(16, 8, 2, 4, 132) is None, "drafts of few rows have a kernel of their own"
     drafted = resident_shape(32, 8, 2, 4, 132)
     assert drafted is not None and drafted == replace(chosen[32, 8], buffers=2), "three drafts a row"
     assert resident_shape(32, 8, 4, 4, 132) is None and resident_shape(128, 4, 2, 4, 132) is None
@@ -177,6 +176,7 @@ def test_the_backend_gives_it_steps_of_rows_that_decode(
         )  # fmt: skip
 
     monkeypatch.setattr(decode_resident, "_FEWEST", 1)
+    monkeypatch.setattr(decode_resident, "_FEWEST_WITH_DRAFTS", 1)
     if not is_hopper(device):
         monkeypatch.setattr(backend, "is_hopper", lambda device: True)
         monkeypatch.setattr(ResidentDecode, "__call__", attend)
@@ -231,6 +231,8 @@ CASES = {
     "float16-not-rotated": Case(dtype="float16", rotary_dim=0),
     "skipped": Case(norms=True, skipped=(1, 4)),
     "four-warps": Case(how=EVEN, num_kv_heads=8, norms=True, shape=ResidentShape(33, 4, 1, 3), lengths=(70, 0, 3000, 5, 1, 64)),
+    "large-chunks": Case(how=EVEN, num_kv_heads=8, shape=ResidentShape(16, 4, 2, 3), lengths=(70, 0, 3000, 5, 1, 128, 129)),
+    "large-chunks-whole": Case(how=WHOLE, num_kv_heads=8, norms=True, shape=ResidentShape(16, 4, 2, 3)),
     "four-warps-whole": Case(how=WHOLE, num_kv_heads=8, norms=True, shape=ResidentShape(33, 4, 1, 3)),
     "drafts": Case(num_kv_heads=8, norms=True, lengths=(30, 4, 33, 0, 90), counts=(4, 1, 2, 0, 4), shape=ResidentShape(33, 2, 2, 3)),
     "drafts-of-four-warps": Case(
@@ -251,13 +253,12 @@ CASES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_attention_equals_the_oracle(device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_attention_equals_the_oracle(device: torch.device, name: str) -> None:
     """NaN wherever nothing may be read; two launches, so that counters are found as they were."""
     if not is_hopper(device):
         pytest.skip("only on Hopper")
     case = CASES[name]
-    monkeypatch.setattr(decode_resident, "_UNEVEN", case.how[0])
-    monkeypatch.setattr(decode_resident, "_SHORT", case.how[1])
+    shape = replace(case.shape, uneven=case.how[0], short=case.how[1])
     heads, kv_heads, generator = case.num_heads, case.num_kv_heads, torch.Generator().manual_seed(1)
     dtype, rows = getattr(torch, case.dtype), len(case.lengths)
     counts = list(case.counts or [1] * rows)
@@ -313,13 +314,11 @@ def test_attention_equals_the_oracle(device: torch.device, monkeypatch: pytest.M
     wide = torch.empty(len(row_of), qkv.shape[1] + 16, dtype=dtype, device=device)
     wide[:, :-16] = qkv.to(device)
     step = [positions.to(device), slots.to(device), starts, lengths, table.to(device)]
-    deal_resident(
-        lengths, step[-1], parts.shares, case.shape, num_rows=rows, query_start_loc=starts, pdl=has_pdl(device)
-    )
+    deal_resident(lengths, step[-1], parts.shares, shape, num_rows=rows, query_start_loc=starts, pdl=has_pdl(device))
     for _ in range(2):
         torch.cuda.synchronize()
         output = torch.full((len(row_of), heads, 128), float("nan"), dtype=dtype, device=device)
-        attend(wide[:, :-16], output, *step, case.shape)
+        attend(wide[:, :-16], output, *step, shape)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 3e-3
         torch.testing.assert_close(output.double().cpu(), want, atol=tolerance, rtol=tolerance, equal_nan=True)
         assert not parts.arrivals.any(), "counters are left at zero for the next launch"

@@ -1,4 +1,4 @@
-"""Decode attention by as many programs as run at once, for Hopper: 17 rows and more, each a token and maybe drafts.
+"""Decode attention by as many programs as run at once, for Hopper: 12 rows of 8 kv heads and more, each a token and maybe drafts.
 
 Where pairs of row and kv head are about as many as programs that have room, each program has a pair: nothing is brought together, and
 its first keys are on their way before the kernel before it has ended. What programs have on its way fills a multiprocessor's shared
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 COLUMNS = 8  # of the kernel's tile: query heads of a kv head, of all tokens of a row
-_FEWEST, _FEW_KV_HEADS = 129, 4  # pairs of row and kv head; see `resident_shape`
+_FEWEST, _FEWEST_WITH_DRAFTS, _FEW_KV_HEADS = 96, 129, 4  # pairs of row and kv head; see `resident_shape`
 _START = 2  # chunks' worth of time that the start of a row costs
-_UNEVEN, _SHORT = 4, 512
-"""A row that is longer than so many even shares, and than so many tokens, is more than one program should have."""
 _SHARE = tl.constexpr(SHARE)
 
 
@@ -125,6 +123,9 @@ class ResidentShape:
     warps: int
     pieces: int  # of 16 keys, that a warp takes at a time
     buffers: int  # of chunks, in shared memory
+    uneven: int = 4
+    short: int = 512
+    """A row that is longer than so many even shares, and than so many tokens, is more than one program should have."""
 
     @property
     def chunk(self) -> int:
@@ -143,12 +144,18 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
     of 256 tokens 886.7 us for 899.4, 100 to 400 tokens 869 for 905, log-normal lengths 1,341 for 1,539, 2,000 tokens 2,316 for 2,332.
     Rows with three drafts, beside QKV's 64 programs, take 1,096.7 us with two chunks on their way and 1,113.5 with three (256 tokens).
 
-    Up to 128 pairs `decode_kernel` is better at long contexts (16 rows of 2,000 tokens 34.8 us for 37.7). Of 34 to 66 rows of 8 kv heads
-    equal ones are faster here (64 of 256 tokens 17.6 for 22.3), but lengths that differ much are not (log-normal 36.3 for 34.4), nor are
-    those of more pairs, with eight programs a multiprocessor (74.0 for 65.5).
+    96 to 132 pairs, a token a row, have a multiprocessor each, and 128 keys at a time. Whole steps of eight layers, us less than by
+    `decode_kernel`: 32 rows of 4 kv heads 27, 19 and 32 of 712, 735 and 925 (150, 400 and 2,000 tokens), 9 to 20 where lengths differ, 24
+    rows 14 to 24; 16 rows of 8 kv heads (the 8B) 14 to 32 of 1,213 to 1,428. Of the 0.6B's 28 layers 26 to 53 of 736 to 1,507; log-normal
+    lengths +6 of 857, one of 2,000 tokens among 150 +19 of 807. One row is 5 to 18 % slower so.
+
+    Of 34 to 66 rows of 8 kv heads equal ones are faster here (64 of 256 tokens 17.6 for 22.3), but lengths that differ much are not
+    (log-normal 36.3 for 34.4), nor are those of more pairs, with eight programs a multiprocessor (74.0 for 65.5).
     """
-    if group * num_tokens > COLUMNS or num_rows * num_kv_heads < _FEWEST:
+    if group * num_tokens > COLUMNS or num_rows * num_kv_heads < (_FEWEST if num_tokens == 1 else _FEWEST_WITH_DRAFTS):
         return None
+    if num_rows <= num_sms // num_kv_heads and num_tokens == 1:
+        return ResidentShape(num_sms // num_kv_heads, warps=4, pieces=2, buffers=3, uneven=2, short=256)
     if num_rows <= 2 * num_sms // num_kv_heads:
         return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2 if num_tokens > 1 else 3)
     if num_rows <= 4 * num_sms // num_kv_heads and num_kv_heads <= _FEW_KV_HEADS and num_tokens == 1:
@@ -199,7 +206,17 @@ def deal_resident(
         *constants.values(), seq_lens.device, query_start_loc is None, block_table.stride(0),
         alignment(seq_lens, query_start_loc, block_table, shares),
     )  # fmt: skip
-    arguments = seq_lens, query_start_loc, block_table, shares, block_table.stride(0), num_rows, _UNEVEN, _SHORT, _START
+    arguments = (
+        seq_lens,
+        query_start_loc,
+        block_table,
+        shares,
+        block_table.stride(0),
+        num_rows,
+        shape.uneven,
+        shape.short,
+        _START,
+    )
     _launch_deal(key, (shape.programs,), arguments, constants, num_warps=1, **launch_options(pdl))
 
 
