@@ -539,13 +539,15 @@ def hopper_experts(dtype: str) -> None:
 
 
 def streamed_experts(dtype: str) -> None:
-    """Experts in e4m3 of some tokens on a Hopper device."""
+    """Experts in e4m3 and of two bytes of some tokens on a Hopper device."""
     moe.is_hopper = moe.has_pdl = streamed.has_pdl = lambda device: True
-    routing, form = RoutingSpec(num_experts=64, top_k=4), {"weight_format": "e4m3", "sizes": (512, 512)}
-    needs, tensors, x, slots = moe_case(torch.device("cpu"), routing, 200, getattr(torch, dtype), **form)
-    op = moe.BoundMoe(needs, tensors)
-    for num_tokens in (64, 200):
-        op(x[:num_tokens], slots[:num_tokens])
+    routing = RoutingSpec(num_experts=64, top_k=4)
+    for form, numbers_of_tokens in (("e4m3", (64, 200)), ("plain", (128,))):
+        made = moe_case(torch.device("cpu"), routing, 200, getattr(torch, dtype), weight_format=form, sizes=(512, 512))
+        needs, tensors, x, slots = made
+        op = moe.BoundMoe(needs, tensors)
+        for num_tokens in numbers_of_tokens:
+            op(x[:num_tokens], slots[:num_tokens])
 
 
 def code_of(cubin: bytes) -> bytes:

@@ -360,11 +360,17 @@ def test_rows_of_sorted_experts_are_gathered_by_the_product(bfloat16: Kernels) -
 
 
 def test_weights_of_experts_are_on_their_way_before_the_choice(bfloat16: Kernels) -> None:
-    """Both products with 16 and with 32 pairs of inputs that are two numbers in e4m3 each: weights in e4m3 are not converted."""
+    """Both products with 16 and with 32 pairs of inputs that are two numbers in e4m3 each: weights in e4m3 are not converted; then of
+    bfloat16. The second one reads the choice, which is of the launch before the last, before it waits."""
     found = [kernel for kernel in bfloat16("experts that stream") if kernel["kernel"] == "streamed_kernel"]
-    assert len(found) == 4
-    for kernel in found:
+    assert ["QGMMA" in kernel["instructions"] for kernel in found] == [True] * 4 + [False] * 2
+    for kernel, is_first in zip(found, (True, False) * 3, strict=True):
         code = kernel["instructions"]
-        before = code[: code.index("ACQBULK")]
-        assert "PREEXIT" in before and "UTMALDG" in before and not (WRITES | LOADS - {"UTMALDG"}) & set(before)
-        assert "QGMMA" in code and kernel["stack"] == 0
+        before, copies = code[: code.index("ACQBULK")], code[code.index("UTMALDG") :]
+        assert not WRITES & set(before) and {"QGMMA", "HGMMA"} & set(code) and kernel["stack"] == 0
+        if is_first:
+            assert not LOADS & set(before)
+            assert LOADS & set(copies[: copies.index("ACQBULK")]) == {"UTMALDG"}
+            assert copies[copies.index("ACQBULK") :].index("PREEXIT") < 8, "nobody starts before the choice is there"
+        else:
+            assert "LDG" in before and LOADS & set(copies[: copies.index("LDG")]) == {"UTMALDG"}

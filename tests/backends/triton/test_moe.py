@@ -261,13 +261,13 @@ def test_products_of_some_tokens_in_e4m3_stream(
     made = moe_case(device, ROUTINGS["groups"], num_tokens, sizes=(80, 48), weight_format="e4m3")
     monkeypatch.setattr("pelton_backends.triton.ops.moe.experts._STREAMED_PAIRS", 23 * 3 / 12 + 0.1)
     check_moe(Streamed, *made, tolerance=1e-4)
-    sizes = 12, 80, 48, 32
+    sizes = 12, 80, 48, 32, 1
     assert calls == ([((*sizes, "first"), "silu"), ((*sizes, "second"), None)] if is_streamed else [])
 
 
 @pytest.mark.parametrize(
     "form, is_streamed",
-    [({"weight_format": "e4m3"}, True), ({}, False), ({"weight_format": "e4m3", "group_size": 32}, False),
+    [({"weight_format": "e4m3"}, True), ({}, True), ({"weight_format": "e4m3", "group_size": 32}, False),
      ({"weight_format": "e4m3", "has_bias": True}, False), ({"weight_format": "mxfp4"}, False)],
     ids=str,
 )  # fmt: skip
@@ -286,17 +286,17 @@ def test_programs_that_stream_have_equal_parts_and_room(sizes: tuple[int, int, i
         tilings = streamed.choose_tilings(experts, hidden, width, pairs)
         assert tilings is not None
         for tiling, out_features, in_features in zip(tilings, (2 * width, hidden), (hidden, width), strict=True):
-            assert tiling.programs * tiling.own * tiling.rows == experts * out_features
+            assert tiling.programs * tiling.own * streamed.ROWS == experts * out_features
             assert streamed.MIN_PROGRAMS <= tiling.programs <= streamed.PROGRAMS
             assert tiling.stages * tiling.lines * 128 <= in_features * tiling.own
             held = in_features * 2 * pairs
-            assert held + tiling.stages * tiling.lines * 128 * tiling.rows < 227 * 1024
+            assert held + tiling.stages * tiling.lines * 128 * streamed.ROWS < 227 * 1024
 
 
 def test_the_sizes_that_were_measured_have_the_buffers_that_were_compared() -> None:
     found = [streamed.choose_tilings(128, 2048, 768, pairs) for pairs in (16, 32)]
-    assert [[(one.rows, one.lines, one.stages) for one in pair] for pair in found if pair is not None] == [
-        [(128, 2, 4), (128, 2, 6)], [(64, 2, 5), (64, 2, 10)],
+    assert [[(one.lines, one.stages) for one in pair] for pair in found if pair is not None] == [
+        [(2, 5), (2, 6)], [(2, 3), (2, 5)],
     ]  # fmt: skip
 
 
@@ -309,16 +309,27 @@ def test_other_sizes_are_not_streamed(sizes: tuple[int, int, int, int], why: str
     assert streamed.choose_tilings(*sizes) is None, why
 
 
+def test_two_byte_weights_stream_where_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    routing = RoutingSpec(num_experts=16, top_k=2)
+    needs, tensors, *_ = moe_case(torch.device("cpu"), routing, 2, torch.bfloat16, sizes=(96, 160))
+    monkeypatch.setattr(streamed, "choose_tilings", lambda *sizes: sizes)
+    op = TritonMoe.bind(needs, tensors)
+    streams = op._streams  # type: ignore[attr-defined]
+    assert streams(5 * 16, 16) == (16, 96, 160, 16, 2)
+    assert streams(5 * 16 - 1, 16) is None and streams(32 * 16, 32) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [40, 128, 200])
-def test_streamed_experts_stay_near(num_tokens: int, device: torch.device) -> None:
+@pytest.mark.parametrize("weight_format", ["e4m3", "plain"])
+def test_streamed_experts_stay_near(num_tokens: int, weight_format: str, device: torch.device) -> None:
     """Choices that are even, and the same for all tokens: most pairs are in tiles beyond an expert's first, and most experts have none.
 
     The reference rounds too: its rows are off by up to 0.007 of their norm from sums in float64, on a CPU. A few rows may have other
     experts, where two are almost equally good."""
     routing = RoutingSpec(num_experts=64, top_k=4)
     needs, tensors, x, slots = moe_case(
-        device, routing, num_tokens, torch.bfloat16, sizes=(2048, 256), weight_format="e4m3"
+        device, routing, num_tokens, torch.bfloat16, sizes=(2048, 256), weight_format=weight_format
     )
     for _ in range(2):
         want = ReferenceMoe.bind(needs, tensors)(x.clone(), slots).float()

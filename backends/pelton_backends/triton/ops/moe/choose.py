@@ -105,12 +105,15 @@ def normed_logits_kernel(
 
 @triton.jit
 def _scores(logits_ptr, bias_ptr, correction_ptr, row, places, mask, E: tl.constexpr, IS_SIGMOID: tl.constexpr):
-    """Scores of a token's experts, and by what they are chosen; -inf where `mask` is not."""
+    """Scores of a token's experts, and by what they are chosen; -inf where `mask` is not. row may be [T, 1], and the others [T, E]."""
     logits = tl.load(logits_ptr + row * E + places, mask=mask, other=float("-inf"))
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
+    elif row.type.is_block():
+        exponentials = tl.exp(logits - tl.max(logits, axis=1, keep_dims=True))
+        scores = exponentials / tl.sum(exponentials, axis=1, keep_dims=True)
     else:
         exponentials = tl.exp(logits - tl.max(logits))
         scores = exponentials / tl.sum(exponentials)
@@ -132,20 +135,55 @@ def _value_of(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _store_choice(
+    experts, weights, row, column, slot, copies_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr, order_ptr, capacity,
+    K: tl.constexpr, SCALE: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, IS_WHOLE: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Store a token's experts and weights [KB], and count its pairs. row and slot may be [T, 1], and the others [T, KB]."""
+    is_column = column < K
+    if row.type.is_block():
+        is_column = is_column & (row < capacity)
+    if copies_ptr is not None:
+        own = copies_ptr + experts * WIDTH
+        turn = (row % tl.load(own, mask=is_column, other=1)).to(tl.int32)
+        experts = tl.load(own + 1 + turn, mask=is_column, other=0)
+    is_pair = is_column & (slot >= 0)
+    if not IS_WHOLE:
+        is_pair = is_pair & (experts >= FIRST) & (experts < FIRST + HELD)
+    experts = tl.where(is_pair, experts - FIRST, HELD)
+    pairs = row * K + column
+    tl.store(expert_ptr + pairs, experts, mask=is_column)
+    tl.store(weight_ptr + pairs, weights * SCALE, mask=is_column)
+    if load_ptr is not None:
+        tl.atomic_add(load_ptr + FIRST + experts, is_pair.to(tl.int64), mask=is_pair, sem="relaxed")
+    if count_ptr is not None:
+        ranks = tl.atomic_add(count_ptr + experts * STRIDE, is_pair.to(tl.int32), mask=is_pair, sem="relaxed")
+        if rank_ptr is not None:
+            tl.store(rank_ptr + pairs, ranks, mask=is_pair)
+        if order_ptr is not None:
+            # Counts that an interrupted call left would lead out of bounds.
+            target = order_ptr + experts.to(tl.int64) * capacity + ranks
+            tl.store(target, pairs.to(tl.int32), mask=is_pair & (ranks < capacity))
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def route_kernel(
     logits_ptr, bias_ptr, correction_ptr, copies_ptr, slot_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr, order_ptr,
     capacity,
     E: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, SIZE: tl.constexpr,
     SB: tl.constexpr, TOP_GROUPS: tl.constexpr, IS_TOP2: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_RENORMALIZED: tl.constexpr,
-    SCALE: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, IS_WHOLE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, IS_WHOLE: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token a program: its K experts and their weights. Scores lie by group, [GB, SB] of which GROUPS and SIZE are used.
     Of E experts those from FIRST on are kept, HELD of them, and numbered from 0; a pair of any other has number HELD.
     copies [E, WIDTH]: where experts have several places, as `MoeTensors.copies`; then places count in place of experts.
 
-    load [E]: tokens given to each of those so far, by its number among all, added to; count [HELD]: an expert's pairs so far, added
-    to; rank [T, K]: a pair's place among its expert's, in whatever order they come; order [HELD, capacity]: the pairs there."""
+    load [E]: tokens given to each of those so far, by its number among all, added to; count [HELD, STRIDE]: an expert's pairs so far,
+    added to; rank [T, K]: a pair's place among its expert's, in whatever order they come; order [HELD, capacity]: the pairs there.
+    capacity: at least as many as there are programs."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GB)[:, None]
     inside = tl.arange(0, SB)[None, :]
@@ -182,24 +220,44 @@ def route_kernel(
         keys = tl.where(places == found, -0x80000000, keys)
     if IS_RENORMALIZED:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
-    if copies_ptr is not None:
-        own = copies_ptr + experts * WIDTH
-        turn = (row % tl.load(own, mask=column < K, other=1)).to(tl.int32)
-        experts = tl.load(own + 1 + turn, mask=column < K, other=0)
-    is_pair = (column < K) & (slot >= 0)
-    if not IS_WHOLE:
-        is_pair = is_pair & (experts >= FIRST) & (experts < FIRST + HELD)
-    experts = tl.where(is_pair, experts - FIRST, HELD)
-    pairs = row * K + column
-    tl.store(expert_ptr + pairs, experts, mask=column < K)
-    tl.store(weight_ptr + pairs, weights * SCALE, mask=column < K)
-    if load_ptr is not None:
-        tl.atomic_add(load_ptr + FIRST + experts, is_pair.to(tl.int64), mask=is_pair, sem="relaxed")
-    if count_ptr is not None:
-        ranks = tl.atomic_add(count_ptr + experts, is_pair.to(tl.int32), mask=is_pair, sem="relaxed")
-        if rank_ptr is not None:
-            tl.store(rank_ptr + pairs, ranks, mask=is_pair)
-        if order_ptr is not None:
-            # Counts that an interrupted call left would lead out of bounds.
-            target = order_ptr + experts.to(tl.int64) * capacity + ranks
-            tl.store(target, pairs.to(tl.int32), mask=is_pair & (ranks < capacity))
+    _store_choice(
+        experts, weights, row, column, slot, copies_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr, order_ptr, capacity,
+        K, SCALE, FIRST, HELD, IS_WHOLE, WIDTH, STRIDE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def route_many_kernel(
+    logits_ptr, bias_ptr, correction_ptr, copies_ptr, slot_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr, order_ptr,
+    num_tokens,
+    E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_RENORMALIZED: tl.constexpr,
+    SCALE: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, IS_WHOLE: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    T: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """T tokens a program: as `route_kernel`, of experts without groups."""
+    row = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)[:, None]
+    place = tl.arange(0, EB)[None, :]
+    mask = (row < num_tokens) & (place < E)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    slot = tl.load(slot_ptr + row, mask=row < num_tokens, other=-1)
+    scores, choice = _scores(logits_ptr, bias_ptr, correction_ptr, row, place, mask, E, IS_SIGMOID)
+    column = tl.arange(0, KB)[None, :]
+    experts = tl.full((T, KB), E, tl.int32)
+    weights = tl.zeros((T, KB), tl.float32)
+    keys = _keys(choice)
+    for j in tl.static_range(K):
+        best = tl.max(keys, axis=1, keep_dims=True)
+        found = tl.min(tl.where(keys == best, place, EB), axis=1, keep_dims=True)  # of equal ones the first
+        weight = _value_of(best)
+        if correction_ptr is not None:
+            weight = tl.sum(tl.where((place == found) & mask, scores, 0.0), axis=1, keep_dims=True)
+        experts = tl.where(column == j, tl.minimum(found, E - 1), experts)
+        weights = tl.where(column == j, weight, weights)
+        keys = tl.where(place == found, -0x80000000, keys)
+    if IS_RENORMALIZED:
+        weights = weights / (tl.sum(weights, axis=1, keep_dims=True) + 1e-20)
+    _store_choice(
+        experts, weights, row, column, slot, copies_ptr, expert_ptr, weight_ptr, load_ptr, count_ptr, rank_ptr, order_ptr, num_tokens,
+        K, SCALE, FIRST, HELD, IS_WHOLE, WIDTH, STRIDE,
+    )  # fmt: skip

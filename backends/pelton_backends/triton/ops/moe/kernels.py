@@ -156,16 +156,17 @@ def combine_kernel(
 @triton.jit(do_not_specialize=["num_pairs"])
 def place_kernel(
     expert_ptr, rank_ptr, count_ptr, place_ptr, source_ptr, tile_expert_ptr, tile_rows_ptr, num_tiles_ptr, num_pairs,
-    E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK pairs a program: their places in an order by expert, where each expert's begin at a multiple of BM, and the token that is
     at a place. The first E programs say which tiles of BM places are their expert's, and how many places from each tile's first on it
-    has."""
+    has. Counts lie STRIDE numbers apart."""
     program = tl.program_id(0)
     bins = tl.arange(0, EB)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    counts = tl.load(count_ptr + bins, mask=bins < E, other=0)
+    counts = tl.load(count_ptr + bins * STRIDE, mask=bins < E, other=0)
     tiles = (counts + BM - 1) // BM
     before = tl.cumsum(tiles, axis=0) - tiles
     pairs = program * BLOCK + tl.arange(0, BLOCK)

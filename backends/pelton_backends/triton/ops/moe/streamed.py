@@ -1,8 +1,11 @@
-"""Products of some tokens' experts in e4m3 on Hopper, while reading the weights is most of their cost: nothing is converted to 16 bits.
+"""Products of some tokens' experts on Hopper, while reading the weights is most of their cost; weights in e4m3 are not converted.
 
 A program has the same part of the weights in any step, of about one expert: its buffers fill before the experts are chosen, and the tokens
-of an expert come to it once, as sums of two numbers in e4m3. The weights are the left operand, the pairs of one expert the right one; pairs
-beyond the first 16 or 32 are tiles of their own, which are dealt out after all first ones. Choosing and adding up are left to `experts`.
+of an expert come to it once, of weights in e4m3 as sums of two numbers in e4m3. The weights are the left operand, the pairs of one expert
+the right one. Pairs beyond the first 16 or 32 are tiles of their own, first for the multiprocessors that have no expert.
+
+One warp copies, and two warp groups take turns, so that one stores while the other multiplies. Results are kept in L2, from which the
+weights that stream by would push them: that costs more than writing them. Choosing and adding up are left to `experts`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -25,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile
-from pelton_backends.triton.runtime import has_pdl, launch_options
+from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,16 +38,13 @@ LINE = 128  # bytes of a row: the widest swizzle of shared memory
 PROGRAMS, MIN_PROGRAMS = 132, 96  # multiprocessors of an H200, and so many of them that are worth it
 MIN_STAGES, MIN_LINES = 3, 4  # of a ring
 MIN_PAIRS, MOST_PAIRS = 16, 32  # of one expert, whose rows a program holds beside its buffers
-FEW_PAIRS_ROWS, ROWS, LINES = 128, 64, 2
-"""Rows of the weights in a buffer, for MIN_PAIRS and for more, and how many times 128 bytes of each."""
-_MEMORY = 226 * 1024  # bytes of shared memory, less barriers and padding
-_LINE = gl.constexpr(LINE)
-_SPLIT_ROWS = gl.constexpr(16)  # whose numbers registers hold at once
-
-
-@gluon.constexpr_function
-def _per_thread(bins):
-    return max(bins // 128, 1)
+ROWS, LINES = 128, (2, 1)
+"""Rows of the weights in a buffer, and how many times 128 bytes of each: as many as fit."""
+_MEMORY = 227 * 1024 - 512  # bytes of shared memory, less barriers and padding
+_LINE, _ROWS = gl.constexpr(LINE), gl.constexpr(ROWS)
+_HALF_ROWS = gl.constexpr(ROWS // 2)
+_SPLIT_ROWS = gl.constexpr(8)  # whose numbers registers hold at once
+_REGISTERS, _COPYING = gl.constexpr(232), gl.constexpr(40)
 
 
 @gluon.constexpr_function
@@ -52,12 +53,12 @@ def _next_power_of_2(count):
 
 
 @gluon.jit
-def _counts(count_ptr, E: gl.constexpr):
+def _counts(count_ptr, capacity, E: gl.constexpr, WARPS: gl.constexpr):
     """Return the numbers of all experts, and how many pairs each has."""
     BINS: gl.constexpr = _next_power_of_2(E)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([_per_thread(BINS)], [32], [4], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([max(BINS // (32 * WARPS), 1)], [32], [WARPS], [0])
     bins = gl.arange(0, BINS, LAYOUT)
-    return bins, gl.load(count_ptr + bins, mask=bins < E, other=0)
+    return bins, gl.minimum(gl.load(count_ptr + bins, mask=bins < E, other=0), capacity)
 
 
 @gluon.jit
@@ -66,14 +67,19 @@ def _add(a, b):
 
 
 @gluon.jit
-def _piece(turn, count_ptr, own, E: gl.constexpr, UNITS: gl.constexpr, N: gl.constexpr):
-    """Return the unit of a program's turn, of its own ones and then of further tiles: expert, its first pair, place among its weights."""
-    unit = gl.program_id(0) * own + turn
+def _piece(
+    turn, bins, counts, OWN: gl.constexpr, UNITS: gl.constexpr, N: gl.constexpr, OWNERS: gl.constexpr
+):  # fmt: skip
+    """Return the unit of a program's turn, of its own ones and then of further tiles: expert, its first pair, place among its weights.
+
+    Programs beyond the first OWNERS have no own ones: the first units of further tiles are theirs, as many as others have own ones."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    unit = program * OWN + turn
     expert, start = unit // UNITS, unit * 0
-    if turn >= own:
-        unit = gl.program_id(0) + (turn - own) * gl.num_programs(0)
+    if (turn >= OWN) | (program >= OWNERS):
+        others = programs - OWNERS
+        unit = gl.where(turn < OWN, program - OWNERS + turn * others, others * OWN + program + (turn - OWN) * programs)
         tile = unit // UNITS
-        bins, counts = _counts(count_ptr, E)
         further = gl.maximum((counts + N - 1) // N - 1, 0)  # tiles beyond an expert's first
         ends = gl.associative_scan(further, 0, _add)
         expert = gl.sum((ends <= tile).to(gl.int32), 0)
@@ -82,21 +88,27 @@ def _piece(turn, count_ptr, own, E: gl.constexpr, UNITS: gl.constexpr, N: gl.con
 
 
 @gluon.jit
-def _experts_with_pairs(count_ptr, E: gl.constexpr, OWN: gl.constexpr, UNITS: gl.constexpr, N: gl.constexpr):
-    """Return a bit for each of the few experts of a program's own units, and how many tiles there are beyond all experts' first ones."""
-    bins, counts = _counts(count_ptr, E)
-    bit = bins - gl.program_id(0) * OWN // UNITS
+def _plan(bins, counts, OWN: gl.constexpr, UNITS: gl.constexpr, N: gl.constexpr, OWNERS: gl.constexpr):
+    """Return a bit for each of the few experts of a program's own units that has pairs, and how many turns the program has."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    bit = bins - program * OWN // UNITS
     is_own = (bit >= 0) & (bit < OWN // UNITS + 2) & (counts > 0)
     present = gl.sum(gl.where(is_own, 1 << gl.where(is_own, bit, 0), 0), 0)
-    return present, gl.sum(gl.maximum((counts + N - 1) // N - 1, 0), 0)
+    units = gl.sum(gl.maximum((counts + N - 1) // N - 1, 0), 0) * UNITS
+    others = programs - OWNERS
+    num_turns = OWN + gl.maximum(units - others * OWN - program + programs - 1, 0) // programs
+    if program >= OWNERS:
+        early = gl.maximum(units - (program - OWNERS) + others - 1, 0) // others
+        num_turns = gl.where(early < OWN, early, num_turns)
+    return present, num_turns
 
 
 @gluon.jit
-def _next_turn(turn, present, OWN: gl.constexpr, UNITS: gl.constexpr, FORCED: gl.constexpr):
+def _next_turn(turn, present, OWN: gl.constexpr, UNITS: gl.constexpr, FORCED: gl.constexpr, OWNERS: gl.constexpr):
     """Return the next turn: of own units all of the first FORCED, and others whose expert has a bit in `present`."""
     turn += 1
     first = gl.program_id(0) * OWN
-    is_idle = (turn >= FORCED) & (turn < OWN)
+    is_idle = (turn >= FORCED) & (turn < OWN) & (gl.program_id(0) < OWNERS)
     while is_idle:
         expert = (first + turn) // UNITS
         is_idle = (present >> (expert - first // UNITS)) & 1 == 0
@@ -107,16 +119,18 @@ def _next_turn(turn, present, OWN: gl.constexpr, UNITS: gl.constexpr, FORCED: gl
 
 @gluon.jit
 def _fetch(
-    weight, expert, column, step, barrier, buffers, stage, SIZE: gl.constexpr, ROWS: gl.constexpr, IS_GATED: gl.constexpr
+    weight, expert, column, step, barrier, buffers, stage, SIZE: gl.constexpr, IS_GATED: gl.constexpr
 ):  # fmt: skip
     """Fetch a buffer: lines of ROWS rows of an expert's weights; of gate and up eight rows of one, the same eight of the other, ..."""
     mbarrier.expect(barrier, weight.block_type.nbytes)
     line = step * weight.block_type.shape[0]
     if IS_GATED:
-        eight = (expert * (2 * SIZE) + column * (ROWS // 2)) // 8
+        eight = (expert * (2 * SIZE) + column * _HALF_ROWS) // 8
         tma.async_copy_global_to_shared(weight, [line, eight, 0, 0, 0], barrier, buffers.index(stage))
     else:
-        tma.async_copy_global_to_shared(weight, [line, expert * SIZE + column * ROWS, 0], barrier, buffers.index(stage))
+        tma.async_copy_global_to_shared(
+            weight, [line, expert * SIZE + column * _ROWS, 0], barrier, buffers.index(stage)
+        )
 
 
 @gluon.jit
@@ -126,256 +140,373 @@ def _pairs_at(order, start, capacity, places):
 
 
 @gluon.jit
-def _split_rows(
-    x, x_stride, order, start, count, capacity, rows, inverse, N: gl.constexpr, K: gl.constexpr, STEPS: gl.constexpr
+def _copy_rows(
+    x, x_stride, order, start, count, capacity, rows, GROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    NUM_LINES: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
-    """Write rows of x times a power of two, as sums of two numbers in e4m3, to `rows` [STEPS, 2 N, 128], and one by the power to `inverse`.
+    """Copy a warp group's half of the numbers of each row of x to `rows` [NUM_LINES, N, 64]."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    HALF: gl.constexpr = NUM_LINES // 2
+    places = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
+    pairs, is_pair = _pairs_at(order, start, capacity, places), start + places < count
+    lane = gl.arange(0, rows.shape[2], gl.SliceLayout(0, LAYOUT))
+    cells = x + ((pairs // K) * x_stride)[:, None] + lane[None, :]
+    if WAITS:
+        gdc_wait()
+    for k in gl.static_range(GROUP * HALF, GROUP * HALF + HALF):
+        async_copy.async_copy_global_to_shared(rows.index(k), cells + k * rows.shape[2], mask=is_pair[:, None])
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+
+
+@gluon.jit
+def _split_rows(
+    x, x_stride, order, start, count, capacity, rows, inverse, GROUP: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    NUM_LINES: gl.constexpr, WAITS: gl.constexpr,
+):  # fmt: skip
+    """Write a warp group's half of the rows of x times a power of two, as sums of two numbers in e4m3, to `rows` [NUM_LINES, 2 N, 128],
+    and one by the power to `inverse`.
 
     The first has four of a number's eight bits, the second the rest: nothing is lost down to 2^-16 of the row's largest number. A row that
     has an infinite number becomes NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    G: gl.constexpr = _SPLIT_ROWS
-    for i in gl.static_range(N // G):
-        places = i * G + gl.arange(0, G, gl.SliceLayout(1, LAYOUT))
+    HALF: gl.constexpr = N // 2
+    for first in gl.static_range(GROUP * HALF, GROUP * HALF + HALF, _SPLIT_ROWS):
+        places = first + gl.arange(0, _SPLIT_ROWS, gl.SliceLayout(1, LAYOUT))
         pairs, is_pair = _pairs_at(order, start, capacity, places), start + places < count
         lane = gl.arange(0, rows.shape[2], gl.SliceLayout(0, LAYOUT))
         cells = x + ((pairs // K) * x_stride)[:, None] + lane[None, :]
+        if WAITS:
+            gdc_wait()
         pieces = ()
-        for k in gl.static_range(STEPS):
+        for k in gl.static_range(NUM_LINES):
             pieces += (gl.load(cells + k * rows.shape[2], mask=is_pair[:, None], other=0.0),)
         most = gl.abs(pieces[0].to(gl.float32))
-        for k in gl.static_range(1, STEPS):
+        for k in gl.static_range(1, NUM_LINES):
             most = gl.maximum(most, gl.abs(pieces[k].to(gl.float32)))
         exponent = gl.max(most, 1).to(gl.int32, bitcast=True) >> 23
         power = gl.where(exponent == 255, 0x7FC00000, gl.minimum(261 - exponent, 254) << 23)
         scale = power.to(gl.float32, bitcast=True)  # the largest becomes 128 to 256
-        inverse.slice(i * G, G).store((gl.maximum(exponent - 7, 1) << 23).to(gl.float32, bitcast=True))
-        for k in gl.static_range(STEPS):
+        inverse.slice(first, _SPLIT_ROWS).store((gl.maximum(exponent - 7, 1) << 23).to(gl.float32, bitcast=True))
+        for k in gl.static_range(NUM_LINES):
             number = pieces[k].to(gl.float32) * scale[:, None]
             high = number.to(gl.float8e4nv)
-            rows.index(k).slice(i * G, G).store(high)
-            rows.index(k).slice(N + i * G, G).store((number - high.to(gl.float32)).to(gl.float8e4nv))
-
-
-@gluon.constexpr_function
-def _stored(rows, is_gated):
-    """Return the layout in which a program stores [rows of the result, pairs]: 16 bytes a thread, of one pair."""
-    own, across = (8, rows // 16) if is_gated else (4, rows // 4)
-    return gl.BlockedLayout([own, 1], [across, 32 // across], [1, 4], [0, 1])
+            rows.index(k).slice(first, _SPLIT_ROWS).store(high)
+            rows.index(k).slice(N + first, _SPLIT_ROWS).store((number - high.to(gl.float32)).to(gl.float8e4nv))
 
 
 @gluon.jit
-def _scale_of(
-    weight_scale, expert, column, SIZE: gl.constexpr, ROWS: gl.constexpr, IS_GATED: gl.constexpr, layout: gl.constexpr
-):
+def _scale_of(weight_scale, expert, column, SIZE: gl.constexpr, IS_GATED: gl.constexpr, layout: gl.constexpr):
     """Return the scales of a unit's rows, in their order in a buffer."""
-    row = gl.arange(0, ROWS, layout)
+    row = gl.arange(0, _ROWS, layout)
     if IS_GATED:
-        place = expert * (2 * SIZE) + column * (ROWS // 2) + row // 16 * 8 + row % 8 + row // 8 % 2 * SIZE
+        place = expert * (2 * SIZE) + column * _HALF_ROWS + row // 16 * 8 + row % 8 + row // 8 % 2 * SIZE
     else:
-        place = expert * SIZE + column * ROWS + row
+        place = expert * SIZE + column * _ROWS + row
     return gl.load(weight_scale + place)
 
 
 @gluon.jit
 def _store(
-    total, inverse, share, out, pairs, is_pair, column,
-    SIZE: gl.constexpr, ROWS: gl.constexpr, N: gl.constexpr, ACTIVATION: gl.constexpr,
+    total, share, own_order, start, count, capacity, out, column, SIZE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
-    """Apply the activation, or the pairs' weights, to [ROWS, N] float32, and store it; out [pairs, SIZE]."""
+    """Store the activation of a unit's sums [_ROWS, N] float32, or those times the pairs' weights; out [pairs, SIZE].
+
+    They stay in L2 for the kernel behind. As measured on an H200, 128 tokens of Qwen3-30B-A3B's experts in e4m3, us: 171 where weights
+    may push them out, 164 where they stay."""
+    N: gl.constexpr = total.shape[1]
     dtype: gl.constexpr = out.dtype.element_ty
-    total = total * inverse.load(gl.SliceLayout(0, total.type.layout))[None, :]
-    STORED: gl.constexpr = _stored(ROWS, ACTIVATION is not None)
-    COLUMNS: gl.constexpr = ROWS if ACTIVATION is None else ROWS // 2
+    COLUMNS: gl.constexpr = _ROWS if ACTIVATION is None else _HALF_ROWS
     if ACTIVATION is None:
-        result = (gl.convert_layout(total, STORED) * share[None, :]).to(dtype)
+        result = (total * share[None, :]).to(dtype)
     else:
-        gate, up = gl.split(gl.permute(gl.reshape(total, (ROWS // 16, 2, 8, N)), (0, 2, 3, 1)))
+        gate, up = gl.split(gl.permute(gl.reshape(total, (_ROWS // 16, 2, 8, N)), (0, 2, 3, 1)))
         gate, up = gl.reshape(gate, (COLUMNS, N)), gl.reshape(up, (COLUMNS, N))
         result = activated_tile(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION, dtype)
-        result = gl.convert_layout(result, STORED)
-    columns = column * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, STORED))
-    gl.store(out + (pairs * SIZE)[None, :] + columns[:, None], result, mask=is_pair[None, :])
+    places = gl.arange(0, N, gl.SliceLayout(0, result.type.layout))
+    pairs, is_pair = _pairs_at(own_order, start, capacity, places), start + places < count
+    columns = column * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, result.type.layout))
+    cells = out + (pairs * SIZE)[None, :] + columns[:, None]
+    gl.store(cells, result, mask=is_pair[None, :], eviction_policy="evict_last")
+
+
+@gluon.jit
+def _copy(
+    weight, count_ptr, capacity, buffers, ready, free,
+    E: gl.constexpr, SIZE: gl.constexpr, N: gl.constexpr, OWN: gl.constexpr, OWNERS: gl.constexpr, UNITS: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, FORCED: gl.constexpr, IS_GATED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The copying warp, as far ahead as there are buffers, the first of which are filled before the experts are chosen."""
+    turn, first_step, now = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    is_owner = gl.program_id(0) < OWNERS
+    if is_owner:
+        for i in gl.static_range(STAGES):
+            unit = gl.program_id(0) * OWN + i // STEPS
+            _fetch(weight, unit // UNITS, unit % UNITS, i % STEPS, ready.index(i), buffers, i, SIZE, IS_GATED)
+        turn, first_step, now = gl.to_tensor(STAGES // STEPS), gl.to_tensor(STAGES % STEPS), gl.to_tensor(STAGES)
+    if PDL and IS_GATED:
+        gdc_wait()
+        gdc_launch_dependents()  # the second product reads the choice before it waits for this launch
+    bins, counts = _counts(count_ptr, capacity, E, 1)
+    present, num_turns = _plan(bins, counts, OWN, UNITS, N, OWNERS)
+    if is_owner & (first_step == 0):
+        turn = _next_turn(turn - 1, present, OWN, UNITS, FORCED, OWNERS)
+    while turn < num_turns:
+        expert, _, column = _piece(turn, bins, counts, OWN, UNITS, N, OWNERS)
+        for step in range(first_step, STEPS):
+            stage = now % STAGES
+            mbarrier.wait(free.index(stage), ((now // STAGES) & 1) ^ 1)
+            _fetch(weight, expert, column, step, ready.index(stage), buffers, stage, SIZE, IS_GATED)
+            now += 1
+        first_step = gl.to_tensor(0)
+        turn = _next_turn(turn, present, OWN, UNITS, FORCED, OWNERS)
+
+
+@gluon.jit
+def _meet(met, meetings):
+    """Wait until both warp groups are here, for the `meetings`-th time."""
+    gl.thread_barrier()
+    mbarrier.arrive(met, count=1)
+    mbarrier.wait(met, meetings & 1)
+
+
+@gluon.jit
+def _sums(
+    lines, rows, ready, free, now, COLUMNS: gl.constexpr, STEPS: gl.constexpr, LINES: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Return a unit's rows of the weights, in the buffers from number `now` on, times the rows of x: [_ROWS, COLUMNS] float32."""
+    IS_SPLIT: gl.constexpr = lines.dtype.primitive_bitwidth == 8
+    INNER: gl.constexpr = 256 // lines.dtype.primitive_bitwidth
+    ACROSS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, INNER])
+    sums = gl.zeros((_ROWS, COLUMNS), gl.float32, ACROSS)
+    total = warpgroup_mma_init(gl.zeros((_ROWS, COLUMNS), gl.float32, ACROSS))
+    for step in range(STEPS):
+        stage = (now + step) % STAGES
+        mbarrier.wait(ready.index(stage), ((now + step) // STAGES) & 1)
+        for i in gl.static_range(LINES):
+            right = rows.index(step * LINES + i).permute((1, 0))
+            total = warpgroup_mma(
+                lines.index(stage * LINES + i), right, total, use_acc=(not IS_SPLIT) | (i > 0), is_async=True
+            )
+        part = warpgroup_mma_wait(0, deps=(total,))
+        gl.thread_barrier()  # every warp's product of that buffer is done
+        mbarrier.arrive(free.index(stage), count=1)
+        if IS_SPLIT:  # few numbers at a time: within a sum of e4m3's products the device keeps 14 bits
+            sums += part
+        total = warpgroup_mma_init(part)
+    return sums if IS_SPLIT else warpgroup_mma_wait(0, deps=(total,))
+
+
+@gluon.jit
+def _multiply(
+    GROUP: gl.constexpr, x, x_stride, weight_scale, share, out, order, count_ptr, capacity, lines, rows, inverse, ready, free, met, passed,
+    E: gl.constexpr, SIZE: gl.constexpr, K: gl.constexpr, N: gl.constexpr, OWN: gl.constexpr, OWNERS: gl.constexpr,
+    UNITS: gl.constexpr, STEPS: gl.constexpr, LINES: gl.constexpr, STAGES: gl.constexpr, FORCED: gl.constexpr,
+    ACTIVATION: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """A warp group: every second unit, and half of what is to be brought of rows of x."""
+    IS_GATED: gl.constexpr = ACTIVATION is not None
+    IS_SPLIT: gl.constexpr = lines.dtype.primitive_bitwidth == 8
+    # Sums of N pairs: those of 2 N columns, the second N of them added to the first, have it too.
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 256 // lines.dtype.primitive_bitwidth])
+    WAITS: gl.constexpr = PDL and not IS_GATED
+    if PDL and IS_GATED:
+        gdc_wait()
+    bins, counts = _counts(count_ptr, capacity, E, 4)
+    now, held, turn, meetings, number, count = 0, -1, 0, 0, 0, 0
+    present, num_turns = 0, 1  # until it is known, behind the first rows
+    if (gl.program_id(0) >= OWNERS) | (not IS_GATED):
+        present, num_turns = _plan(bins, counts, OWN, UNITS, N, OWNERS)
+    places = gl.arange(0, N, gl.SliceLayout(0, SUMS))
+    weights = places.to(gl.float32)  # of the pairs that are held
+    while turn < num_turns:
+        expert, start, column = _piece(turn, bins, counts, OWN, UNITS, N, OWNERS)
+        own_order = order + expert.to(gl.int64) * capacity
+        if held != expert * capacity + start:
+            count = gl.minimum(gl.load(count_ptr + expert), capacity)
+            if held >= 0:
+                _meet(met, meetings)  # nobody multiplies the last rows any more
+                meetings += 1
+            if not IS_GATED:
+                pairs = _pairs_at(own_order, start, capacity, places)
+                weights = gl.load(share + pairs, mask=start + places < count, other=0.0)
+            if IS_SPLIT:
+                _split_rows(
+                    x, x_stride, own_order, start, count, capacity, rows, inverse, GROUP, N, K, STEPS * LINES, WAITS
+                )
+            else:
+                _copy_rows(x, x_stride, own_order, start, count, capacity, rows, GROUP, N, K, STEPS * LINES, WAITS)
+            held = expert * capacity + start
+            if IS_GATED:  # noqa: SIM102
+                if turn == 0:
+                    present, num_turns = _plan(bins, counts, OWN, UNITS, N, OWNERS)
+            fence_async_shared()
+            _meet(met, meetings)
+            meetings += 1
+        if number % 2 == GROUP:
+            if number > 0:
+                # A wait for a buffer tells one filling from the next alone: all of the unit before must have been seen.
+                mbarrier.wait(passed.index(1 - GROUP), (number // 2 + 1 + GROUP) & 1)
+            if IS_SPLIT:  # asked for before the sums, behind which it would be waited for
+                scale = _scale_of(weight_scale, expert, column, SIZE, IS_GATED, gl.SliceLayout(1, SUMS))
+            result = _sums(lines, rows, ready, free, now, 2 * N if IS_SPLIT else N, STEPS, LINES, STAGES)
+            mbarrier.arrive(passed.index(GROUP), count=1)
+            if IS_SPLIT:
+                high, low = gl.split(gl.permute(gl.reshape(result, (_ROWS, 2, N)), (0, 2, 1)))
+                result = gl.convert_layout(high + low, SUMS, assert_trivial=True) * scale[:, None]
+                result = result * inverse.load(gl.SliceLayout(0, SUMS))[None, :]
+            _store(result, weights, own_order, start, count, capacity, out, column, SIZE, ACTIVATION)
+        now += STEPS
+        number += 1
+        turn = _next_turn(turn, present, OWN, UNITS, FORCED, OWNERS)
 
 
 @gluon.jit(do_not_specialize=["capacity"])
 def streamed_kernel(
     x, x_stride, weight, weight_scale, share, out, order, count_ptr, capacity,
-    E: gl.constexpr, SIZE: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr,
+    E: gl.constexpr, SIZE: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, OWNERS: gl.constexpr,
     OWN: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Compute a program's OWN units, which are ROWS of an expert's weights by N of its pairs, and its share of further tiles' units. The
-    first of its own are computed whether the expert has a pair or not: their weights are on their way before that is known."""
+    """Compute a program's OWN units, which are 128 rows of an expert's weights by N of its pairs, and its share of further tiles' units.
+    The first of its own are computed whether the expert has a pair or not: their weights are on their way before that is known.
+
+    With an activation the choice of experts is there once the launch waits; without one before: x alone is of the launch before it."""
     IS_GATED: gl.constexpr = ACTIVATION is not None
+    BITS: gl.constexpr = weight.dtype.primitive_bitwidth
+    COLUMNS: gl.constexpr = _LINE * 8 // BITS
     LINES: gl.constexpr = weight.block_type.shape[0]
-    STEPS: gl.constexpr = WIDTH // (_LINE * LINES)
-    UNITS: gl.constexpr = SIZE // (ROWS // 2 if IS_GATED else ROWS)
+    STEPS: gl.constexpr = WIDTH // (COLUMNS * LINES)
+    UNITS: gl.constexpr = SIZE // (_HALF_ROWS if IS_GATED else _ROWS)
+    FORCED: gl.constexpr = (STAGES + STEPS - 1) // STEPS  # units whose weights are on their way, or some of them
     gl.static_assert(STAGES <= STEPS * OWN, "a program's own units fill all buffers")
     gl.static_assert(OWN // UNITS < 30, "a bit for each expert of a program")
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    ACROSS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * N, 32])
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, 2)
     buffers = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
-    lines = buffers._reinterpret(weight.dtype, [STAGES * LINES, ROWS, _LINE], FLAT)
-    rows = gl.allocate_shared_memory(weight.dtype, [STEPS * LINES, 2 * N, _LINE], FLAT)
+    lines = buffers._reinterpret(weight.dtype, [STAGES * LINES, _ROWS, COLUMNS], FLAT)
+    rows = gl.allocate_shared_memory(weight.dtype, [STEPS * LINES, 2 * N if BITS == 8 else N, COLUMNS], FLAT)
     inverse = gl.allocate_shared_memory(gl.float32, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    met = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    passed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(passed.index(i), count=1)
+    mbarrier.init(met, count=2)
     fence_async_shared()
-    for i in gl.static_range(STAGES):
-        unit = gl.program_id(0) * OWN + i // STEPS
-        _fetch(weight, unit // UNITS, unit % UNITS, i % STEPS, ready.index(i), buffers, i, SIZE, ROWS, IS_GATED)
-    if PDL:
+    if PDL and not IS_GATED:
         gdc_launch_dependents()
-        gdc_wait()
-
-    FORCED: gl.constexpr = (STAGES + STEPS - 1) // STEPS  # units whose weights are on their way, or some of them
-    now, held, turn = 0, -1, 0
-    present, num_turns = 0, 1  # until the experts are known
-    fetched_turn = gl.to_tensor(STAGES // STEPS)
-    fetched_step = gl.to_tensor(STAGES % STEPS)
-    fetched_expert, fetched_column = fetched_turn, fetched_turn
-    places = gl.arange(0, N, gl.SliceLayout(0, _stored(ROWS, IS_GATED)))
-    pairs, is_pair, weights = places, places < 0, places.to(gl.float32)  # of the rows that are held
-    while turn < num_turns:
-        expert, start, column = _piece(turn, count_ptr, OWN, E, UNITS, N)
-        if held != expert * capacity + start:
-            held = expert * capacity + start
-            own_order = order + expert.to(gl.int64) * capacity
-            count = gl.minimum(gl.load(count_ptr + expert), capacity)
-            pairs, is_pair = _pairs_at(own_order, start, capacity, places), start + places < count
-            _split_rows(x, x_stride, own_order, start, count, capacity, rows, inverse, N, K, STEPS * LINES)
-            if not IS_GATED:
-                weights = gl.load(share + pairs, mask=is_pair, other=0.0)
-            if turn == 0:
-                present, num_further = _experts_with_pairs(count_ptr, E, OWN, UNITS, N)
-                programs = gl.num_programs(0)
-                num_turns = OWN + (num_further * UNITS - gl.program_id(0) + programs - 1) // programs
-                if STAGES % STEPS == 0:
-                    fetched_turn = _next_turn(fetched_turn - 1, present, OWN, UNITS, FORCED)
-                fetched_expert, _, fetched_column = _piece(fetched_turn, count_ptr, OWN, E, UNITS, N)
-            fence_async_shared()
-            gl.thread_barrier()
-        # Asked for before the sums, behind which it would be waited for.
-        scale = _scale_of(weight_scale, expert, column, SIZE, ROWS, IS_GATED, gl.SliceLayout(1, ACROSS))
-        sums = gl.zeros((ROWS, 2 * N), gl.float32, ACROSS)
-        total = warpgroup_mma_init(sums)
-        for step in range(STEPS):
-            stage = now % STAGES
-            mbarrier.wait(ready.index(stage), (now // STAGES) & 1)
-            for i in gl.static_range(LINES):
-                right = rows.index(step * LINES + i).permute((1, 0))
-                left = lines.index(stage * LINES + i)
-                total = warpgroup_mma(left, right, total, use_acc=i > 0, is_async=True)
-            # Few numbers at a time: within a sum of e4m3's products the device keeps 14 bits.
-            part = warpgroup_mma_wait(0, deps=(total,))
-            sums += part
-            total = warpgroup_mma_init(part)
-            if fetched_turn < num_turns:
-                gl.thread_barrier()  # every warp's product of that buffer is done
-                _fetch(
-                    weight, fetched_expert, fetched_column, fetched_step, ready.index(stage), buffers, stage, SIZE, ROWS, IS_GATED
-                )  # fmt: skip
-                fetched_step += 1
-                if fetched_step == STEPS:
-                    fetched_step = 0
-                    fetched_turn = _next_turn(fetched_turn, present, OWN, UNITS, FORCED)
-                    if fetched_turn < num_turns:
-                        fetched_expert, _, fetched_column = _piece(fetched_turn, count_ptr, OWN, E, UNITS, N)
-            now += 1
-        sums = sums * scale[:, None]
-        high, low = gl.split(gl.permute(gl.reshape(sums, (ROWS, 2, N)), (0, 2, 1)))
-        _store(high + low, inverse, weights, out, pairs, is_pair, column, SIZE, ROWS, N, ACTIVATION)
-        gl.thread_barrier()
-        turn = _next_turn(turn, present, OWN, UNITS, FORCED)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                gl.constexpr(0), x, x_stride, weight_scale, share, out, order, count_ptr, capacity, lines, rows, inverse, ready, free,
+                met, passed, E, SIZE, K, N, OWN, OWNERS, UNITS, STEPS, LINES, STAGES, FORCED, ACTIVATION, PDL,
+            )),
+            (_multiply, (
+                gl.constexpr(1), x, x_stride, weight_scale, share, out, order, count_ptr, capacity, lines, rows, inverse, ready, free,
+                met, passed, E, SIZE, K, N, OWN, OWNERS, UNITS, STEPS, LINES, STAGES, FORCED, ACTIVATION, PDL,
+            )),
+            (_copy, (
+                weight, count_ptr, capacity, buffers, ready, free, E, SIZE, N, OWN, OWNERS, UNITS, STEPS, STAGES, FORCED,
+                gl.constexpr(IS_GATED), PDL,
+            )),
+        ],
+        [4, 1],
+        [_REGISTERS, _COPYING],
+    )  # fmt: skip
 
 
 _launch = Launcher(streamed_kernel)
 
 
 class Tiling(NamedTuple):
-    """Programs that have `own` units each, of `rows` of the weights by `pairs` pairs of an expert; a ring of `stages` buffers of `lines`
+    """Programs that have `own` units each, of 128 rows of the weights by `pairs` pairs of an expert; a ring of `stages` buffers of `lines`
     times 128 bytes of each of the rows."""
 
     programs: int
     own: int
     pairs: int
-    rows: int
     lines: int
     stages: int
 
 
 @cache
-def choose_tilings(num_experts: int, hidden_size: int, size: int, pairs: int) -> tuple[Tiling, Tiling] | None:
+def choose_tilings(
+    num_experts: int, hidden_size: int, size: int, pairs: int, itemsize: int = 1
+) -> tuple[Tiling, Tiling] | None:  # fmt: skip
     """Return both products' work, or None: sizes that cannot be cut into equal parts for about as many programs as there are
     multiprocessors, or that do not fit in a program's memory.
 
-    As measured on an H200, whole layers of Qwen3-30B-A3B in a captured chain, us: by 16 pairs 128, 64 and 32 tokens take 164.8, 157.6 and
-    144.3 in buffers of 128 rows and two lines, 166.6, 159.7 and 148.0 of 64 and two, all numbers the same; on another day 128 tokens 180.2
-    of 128 and one, for 175.1 of 64 and two; 256 tokens by 32 pairs 206.5 of 64 and two, 220.0 of 128 and one."""
+    As measured on an H200, whole layers of Qwen3-30B-A3B in e4m3 in a captured chain, us, beside one warp group that copies and multiplies:
+    128 tokens 159.8 (175.7); where both groups multiply half of each buffer, 163.6, 64 tokens 154.8 (161.4), 32 143.5 (148.6) and 256
+    199.5 (206.9)."""
     if not MIN_PAIRS <= pairs <= MOST_PAIRS:
         return None
-    for rows in (FEW_PAIRS_ROWS, ROWS) if pairs == MIN_PAIRS else (ROWS,):
-        first = _cut(num_experts, size, hidden_size, pairs, rows, LINES, is_gated=True)
-        second = _cut(num_experts, hidden_size, size, pairs, rows, LINES, is_gated=False)
-        if first is not None and second is not None:
-            return first, second
-    return None
+    first = _cut(num_experts, size, hidden_size, pairs, itemsize, is_gated=True)
+    second = _cut(num_experts, hidden_size, size, pairs, itemsize, is_gated=False)
+    return None if first is None or second is None else (first, second)
 
 
 def _cut(
-    num_experts: int, out_features: int, in_features: int, pairs: int, rows: int, lines: int, *, is_gated: bool
-) -> Tiling | None:  # fmt: skip
-    unit = rows // 2 if is_gated else rows
-    if out_features % unit or in_features % (LINE * lines):
-        return None
-    units = num_experts * (out_features // unit)
-    own = next(own for own in range(1, units + 1) if units % own == 0 and units // own <= PROGRAMS)
-    held = in_features * pairs * 2
-    scratch = pairs * rows * (2 if is_gated else 4)
-    stages = min((_MEMORY - held - scratch) // (rows * LINE * lines), in_features // (LINE * lines) * own)
-    if units // own < MIN_PROGRAMS or stages * lines < MIN_LINES or stages < MIN_STAGES:
-        return None
-    return Tiling(units // own, own, pairs, rows, lines, stages)
+    num_experts: int, out_features: int, in_features: int, pairs: int, itemsize: int, *, is_gated: bool
+) -> Tiling | None:
+    unit = ROWS // 2 if is_gated else ROWS
+    for lines in LINES:
+        column = LINE * lines // itemsize
+        if out_features % unit or in_features % column or (in_features // LINE * itemsize) % 2:
+            continue
+        units = num_experts * (out_features // unit)
+        own = next(own for own in range(1, units + 1) if units % own == 0 and units // own <= PROGRAMS)
+        held = in_features * pairs * 2
+        stages = min((_MEMORY - held) // (ROWS * LINE * lines), in_features // column * own)
+        if units // own >= MIN_PROGRAMS and stages * lines >= MIN_LINES and stages >= MIN_STAGES:
+            return Tiling(units // own, own, pairs, lines, stages)
+    return None
 
 
 def _described(weight: Tensor, tiling: Tiling, *, is_gated: bool) -> TensorDescriptor:
-    """Return boxes of `lines` times 128 bytes of `rows` rows of all experts' weights [E, N, WIDTH]."""
+    """Return boxes of `lines` times 128 bytes of 128 rows of all experts' weights [E, N, WIDTH]."""
     num_experts, num_rows, width = weight.shape
+    columns = LINE // weight.element_size()
     if is_gated:
-        half, rows = num_rows // 2, [tiling.rows // 16, 2, 8]
+        half, rows = num_rows // 2, [ROWS // 16, 2, 8]
         shape, strides = [(num_experts * num_rows - half) // 8, 2, 8], [8 * width, half * width, width]
     else:
-        shape, strides, rows = [num_experts * num_rows], [width], [tiling.rows]
-    layout = gl.NVMMASharedLayout(LINE, 8, len(rows) + 2)
-    box = [tiling.lines, *rows, LINE]
-    return TensorDescriptor(weight, [width // LINE, *shape, LINE], [LINE, *strides, 1], box, layout)
+        shape, strides, rows = [num_experts * num_rows], [width], [ROWS]
+    layout = gl.NVMMASharedLayout(LINE, 8 * weight.element_size(), len(rows) + 2)
+    box = [tiling.lines, *rows, columns]
+    return TensorDescriptor(weight, [width // columns, *shape, columns], [columns, *strides, 1], box, layout)
 
 
 def experts_product(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, share: Tensor, out: Tensor, order: Tensor, counts: Tensor, top_k: int,
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, share: Tensor, out: Tensor, order: Tensor, counts: Tensor, top_k: int,
     tiling: Tiling, activation: str | None = None,
 ) -> None:  # fmt: skip
     """Write each pair's product with its expert's weight to its row of out: activation(x @ gate.T) * (x @ up.T), or share * (x @ w.T).
 
     x             [T, WIDTH] or [pairs, WIDTH]  fp16 or bf16, rows at multiples of 16 bytes: pair p's is row p // top_k
-    weight        [E, N, WIDTH]  float8_e4m3fn, contiguous; with an activation gate's rows, then up's; weight_scale [E, N, 1] float32
+    weight        [E, N, WIDTH]  float8_e4m3fn, contiguous; with an activation gate's rows, then up's; weight_scale [E, N, 1] float32.
+                  Or the dtype of x, without scales
     share         [pairs] float32, read without an activation
     out           [pairs, N or N / 2]  written for the pairs that there are
     order         [E, T] int32, each expert's pairs; counts [E] int32, how many
 
-    x is the sum of two numbers in e4m3, which loses next to nothing of it (`_split_rows`); sums in float32, by 256 numbers at a time on the
-    device's 14 bits. Against float64 on an H200 both products are off by 0.0038 of a row's norm on average and by 0.0050 at most, and
-    with weights that are converted to bfloat16 by 0.0038 and 0.0053: it is the result's rounding.
+    Of weights in e4m3 x is the sum of two numbers in e4m3, which loses next to nothing of it (`_split_rows`); sums in float32, by 256
+    numbers at a time on the device's 14 bits. Against float64 on an H200 both products are off by 0.0038 of a row's norm on average and
+    by 0.0050 at most, and with weights that are converted to bfloat16 by 0.0038 and 0.0053: it is the result's rounding.
     """
     num_experts, _, width = weight.shape
+    programs = max(tiling.programs, min(num_sms(x.device), PROGRAMS))
     constants = {
-        "E": num_experts, "SIZE": out.shape[1], "WIDTH": width, "K": top_k, "N": tiling.pairs, "ROWS": tiling.rows,
+        "E": num_experts, "SIZE": out.shape[1], "WIDTH": width, "K": top_k, "N": tiling.pairs, "OWNERS": tiling.programs,
         "OWN": tiling.own, "STAGES": tiling.stages, "ACTIVATION": activation, "PDL": has_pdl(x.device),
     }  # fmt: skip
     _launch(
-        (x.dtype, out.dtype, x.device, x.stride(0), alignment(x, share, out, order, counts), tiling.lines, *constants.values()),
-        (tiling.programs,),
+        (x.dtype, weight.dtype, out.dtype, x.device, x.stride(0), alignment(x, weight, share, out, order, counts), tiling.lines,
+         *constants.values()),
+        (programs,),
         (
             x, x.stride(0), _described(weight, tiling, is_gated=activation is not None), weight_scale, share, out, order, counts,
             order.shape[1],
