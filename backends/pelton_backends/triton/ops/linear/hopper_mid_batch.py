@@ -155,7 +155,9 @@ def _store_result(
         if bias is not None:
             total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[None, :]
         is_inside = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
-        gl.store(out + tokens[:, None] * N + columns[None, :], total.to(dtype), mask=is_inside)
+        gl.store(
+            out + tokens[:, None] * N + columns[None, :], total.to(dtype), mask=is_inside, eviction_policy="evict_last"
+        )
     else:  # eight of gate, then the same eight of up: one thread has both
         HALF: gl.constexpr = N // 2
         gate, up = gl.split(gl.permute(gl.reshape(total, (_GROUP, R // 16, 2, 8)), (0, 1, 3, 2)))
@@ -169,7 +171,7 @@ def _store_result(
             up += gl.load(bias + HALF + gl.minimum(columns, HALF - 1)).to(gl.float32)[None, :]
         result = activated(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION, dtype)
         is_inside = (tokens < num_tokens)[:, None] & (columns < HALF)[None, :]
-        gl.store(out + tokens[:, None] * HALF + columns[None, :], result, mask=is_inside)
+        gl.store(out + tokens[:, None] * HALF + columns[None, :], result, mask=is_inside, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -193,7 +195,7 @@ def _store_part(total, part, R: gl.constexpr, RUN: gl.constexpr):
     layout: gl.constexpr = total.type.layout
     tokens = gl.arange(0, _GROUP, gl.SliceLayout(1, layout))
     columns = gl.arange(0, R, gl.SliceLayout(0, layout))
-    gl.store(part + tokens[:, None] * RUN + columns[None, :], total)
+    gl.store(part + tokens[:, None] * RUN + columns[None, :], total, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -224,7 +226,7 @@ def _add_parts(
         total += gl.load(bias + gl.minimum(row + columns, N - 1)).to(gl.float32)[None, :]
     is_inside = is_run & (token + place < num_tokens)[:, None] & (row + columns < N)[None, :]
     at = out + (token + place)[:, None] * N + (row + columns)[None, :]
-    gl.store(at, total.to(out.dtype.element_ty), mask=is_inside)
+    gl.store(at, total.to(out.dtype.element_ty), mask=is_inside, eviction_policy="evict_last")
     if gl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 2 * SPLIT - 1:  # all have seen that all are there
         gl.store(counter, 0)
 

@@ -1,7 +1,8 @@
 """`split_k.multiply` for Hopper, in Gluon: a program's weights are on their way into its shared memory before its inputs exist.
 
 Triton decides itself when a pipelined loop's first loads are made: after the wait for the kernel before. Here the copy
-engine fills the weight buffers first, and only the rows of x are fetched after the wait.
+engine fills the weight buffers first, and only the rows of x are fetched after the wait. Results are to be evicted from L2 last: weights
+streaming by pushed them out, and each write between reads costs the memory time.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ def store_result(
         if bias is not None:
             total += gl.load(bias + gl.minimum(columns, N - 1)).to(gl.float32)[:, None]
         is_inside = (tokens < num_tokens)[None, :] & (columns < N)[:, None]
-        gl.store(out + tokens[None, :] * N + columns[:, None], total.to(dtype), mask=is_inside)
+        gl.store(
+            out + tokens[None, :] * N + columns[:, None], total.to(dtype), mask=is_inside, eviction_policy="evict_last"
+        )
     else:  # a thread has neighbouring rows: of the gate and of up
         HALF: gl.constexpr = N // 2
         gate, up = gl.split(gl.permute(gl.reshape(total, (R // 2, 2, M)), (0, 2, 1)))
@@ -120,7 +123,7 @@ def store_result(
             up += gl.load(bias + HALF + gl.minimum(columns, HALF - 1)).to(gl.float32)[:, None]
         is_inside = (tokens < num_tokens)[None, :] & (columns < HALF)[:, None]
         result = activated(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION, dtype)
-        gl.store(out + tokens[None, :] * HALF + columns[:, None], result, mask=is_inside)
+        gl.store(out + tokens[None, :] * HALF + columns[:, None], result, mask=is_inside, eviction_policy="evict_last")
 
 
 @gluon.jit
@@ -135,7 +138,7 @@ def store_split(
             gl.arange(0, R, gl.SliceLayout(1, layout))[:, None] * M
             + gl.arange(0, M, gl.SliceLayout(0, layout))[None, :]
         )
-        gl.store(partials + (slot + part) * (R * M) + cells, total)
+        gl.store(partials + (slot + part) * (R * M) + cells, total, eviction_policy="evict_last")
         gl.thread_barrier()  # all threads' stores come before the one thread's increment, which releases them
         if gl.atomic_add(counters + slot // SPLIT, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
             gl.store(counters + slot // SPLIT, 0)

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 # `hopper_matmul` is faster than cuBLAS, with an activation than cuBLAS and `gated`, where its tiles keep the multiprocessors
 # busy (`share_of_work`): see there.
+MOST_KEPT_ROWS = 256
+"""Rows of a step whose products stream their weights: what is written for the next kernel says that it is to be evicted last, as do their
+results. Weights streaming by had pushed it out of L2 (8B, a layer: 123 us for 127 with 32 rows, 167 for 171 with 128)."""
 MIN_ROWS = 1024
 MIN_SHARE = 0.9
 MIN_GATED_SHARE = 0.85
@@ -57,9 +60,10 @@ MIN_SENT_SHARE = 0.75  # where results go to another rank on the way, which cuBL
 def add_norm_row(
     hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride, eps, post_eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, KEPT: tl.constexpr = "",
 ):  # fmt: skip
-    """The normed row, zeros behind it. residual_ptr, post_norm_ptr may be None; sum_ptr None: the sum is not stored."""
+    """The normed row, zeros behind it. residual_ptr, post_norm_ptr may be None; sum_ptr None: the sum is not stored. KEPT: an eviction
+    policy for it."""
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     dtype = hidden_ptr.dtype.element_ty
@@ -78,7 +82,7 @@ def add_norm_row(
     if residual_ptr is not None:
         x = (x + residual).to(dtype).to(tl.float32)
     if sum_ptr is not None:
-        tl.store(sum_ptr + row * sum_stride + columns, x.to(dtype), mask=mask)
+        tl.store(sum_ptr + row * sum_stride + columns, x.to(dtype), mask=mask, eviction_policy=KEPT)
     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x) / SIZE + eps)
     return normed(x, inverse_rms, norm, UNIT_OFFSET, dtype)
 
@@ -88,17 +92,17 @@ def _add_norm_kernel(
     hidden_ptr, residual_ptr, sum_ptr, normed_ptr, norm_ptr, post_norm_ptr,
     hidden_stride, residual_stride, sum_stride, eps, post_eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """One row a program."""
     # The product before has written the last rows last, and the one behind begins with the first: those are still in L2.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     result = add_norm_row(
         hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride,
-        eps, post_eps, SIZE, BLOCK, UNIT_OFFSET, POST_UNIT_OFFSET, PDL,
+        eps, post_eps, SIZE, BLOCK, UNIT_OFFSET, POST_UNIT_OFFSET, PDL, KEPT,
     )  # fmt: skip
     columns = tl.arange(0, BLOCK)
-    tl.store(normed_ptr + row * SIZE + columns, result, mask=columns < SIZE)
+    tl.store(normed_ptr + row * SIZE + columns, result, mask=columns < SIZE, eviction_policy=KEPT)
 
 
 _launch_add_norm = Launcher(_add_norm_kernel)
@@ -134,8 +138,9 @@ def add_norm(
     block = triton.next_power_of_2(size)
     pdl = has_pdl(hidden.device)
     residual_stride = 0 if residual is None else residual.stride(0)
+    kept = "evict_last" if num_rows <= MOST_KEPT_ROWS else ""
     key = (
-        hidden.dtype, hidden.device, norm_spec, post_spec, residual is None, hidden.stride(0), residual_stride,
+        kept, hidden.dtype, hidden.device, norm_spec, post_spec, residual is None, hidden.stride(0), residual_stride,
         alignment(hidden, residual, norm, post_norm),
     )  # fmt: skip
     _launch_add_norm(
@@ -148,7 +153,7 @@ def add_norm(
         ),
         {
             "SIZE": size, "BLOCK": block, "UNIT_OFFSET": norm_spec.unit_offset,
-            "POST_UNIT_OFFSET": post_spec is not None and post_spec.unit_offset, "PDL": pdl,
+            "POST_UNIT_OFFSET": post_spec is not None and post_spec.unit_offset, "PDL": pdl, "KEPT": kept,
         },
         num_warps=min(max(block // 256, 1), 16), **launch_options(pdl),
     )  # fmt: skip
