@@ -41,11 +41,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     }),
     "jamba": ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}),
+    "minimax": ("MiniMax", {
+        "head_dim": 64, "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 32,
+        "layer_types": ["full_attention", "linear_attention"] * 2,
+    }),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 32}),
 }  # fmt: skip
 BACKENDS = {
     "qwen3_next": "triton_delta_rule", "kimi_linear": "triton_key_delta_rule", "jamba": "triton_selective_scan",
-    "lfm2": "triton_short_conv",
+    "lfm2": "triton_short_conv", "minimax": "triton_lightning",
 }  # fmt: skip
 """Others': triton_state."""
 

@@ -206,6 +206,38 @@ class GatedConvCase(StateCase):
         return state, behind * mixed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightningCase(StateCase):
+    """The same of a layer with lightning attention, which has no convolution: `head_dim` numbers of a key and of a value."""
+
+    attention_type: ClassVar[str] = "lightning"
+    taps: int = 1
+
+    @property
+    def width(self) -> int:
+        return 3 * self.inner
+
+    @property
+    def columns(self) -> int:
+        """Columns of the product: q, k and v, gate."""
+        return 4 * self.inner
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.head_dim, self.head_dim
+
+    def parts(self, made: Any, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        for mixed in F.silu(rows[:, : self.width].double()):
+            yield mixed.view(3, self.num_heads, self.head_dim).unbind()
+
+    def token(
+        self, made: Any, state: torch.Tensor, parts: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = parts
+        state = torch.exp(-made.slopes.double())[:, None, None] * state + v[..., None] * k[:, None]
+        return state, (state * q[:, None]).sum(-1)
+
+
 def make_layer(case: StateCase, device: Any = "cpu") -> Any:
     """Numbers of a layer, and states as the pool has them: one behind the other in pages, which are padded."""
     dtype = getattr(torch, case.dtype)
@@ -225,7 +257,8 @@ def make_layer(case: StateCase, device: Any = "cpu") -> Any:
         state_size=case.state_size, conv_weight=numbers(case.width, case.taps),
         conv_bias=numbers(case.width) if case.has_bias else None, dt_bias=numbers(case.num_heads * getattr(case, "decays", 1)).float(),
         a_log=numbers(case.num_heads).float(), d=numbers(case.num_heads).float(), dt_limit=case.dt_limit,
-        max_beta=getattr(case, "max_beta", None), conv_states=conv_states, states=states, case=case,
+        max_beta=getattr(case, "max_beta", None), slopes=torch.rand(case.num_heads, device=device) + 1e-3,
+        conv_states=conv_states, states=states, case=case,
     )  # fmt: skip
     if isinstance(case, ScanCase):
         _select(made, case, device)

@@ -61,6 +61,7 @@ _STATES = (
     ("triton_delta_rule", "TritonDeltaRuleBackend", "states of layers with the gated delta rule"),
     ("triton_key_delta_rule", "TritonKeyDeltaRuleBackend", "states of layers whose keys' numbers each have a decay"),
     ("triton_selective_scan", "TritonSelectiveScanBackend", "states of Mamba's layers"),
+    ("triton_lightning", "TritonLightningBackend", "states of layers with lightning attention"),
     ("triton_short_conv", "TritonShortConvBackend", "short convolutions between gates"),
 )
 """Layers with states: name, class, what it computes."""

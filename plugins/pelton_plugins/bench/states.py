@@ -50,20 +50,45 @@ class Sizes:
     def inner(self) -> int:
         return self.num_heads * self.head_dim
 
-    @property
-    def convolved(self) -> int:
-        return self.inner + 2 * self.num_groups * self.state_size
+
+KINDS = {
+    "state": Sizes(80, 64, 1, 128), "delta_rule": Sizes(32, 128, 16, 128), "key_delta_rule": Sizes(32, 128, 32, 128),
+    "selective_scan": Sizes(8192, 1, 1, 16), "lightning": Sizes(64, 128, 64, 128),
+}  # fmt: skip
+"""Layers of Mamba-2 of 2.7B, of Qwen3-Next, of Kimi Linear, of Falcon-Mamba, and of MiniMax-Text-01, whose states have as many numbers
+of a key as of a value."""
 
 
-KINDS = {"state": Sizes(80, 64, 1, 128), "delta_rule": Sizes(32, 128, 16, 128)}
-"""Layers of Mamba-2 of 2.7B, and of Qwen3-Next."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Columns of a layer's query, how many of them are convolved, the shape of a row's state, and the lengths of what a layer has for
+    its steps and decays."""
+
+    columns: int
+    convolved: int
+    state: tuple[int, ...]
+    dt_bias: int
+    a_log: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kind: str, sizes: Sizes) -> Layout:
+        heads, dim, size, inner = sizes.num_heads, sizes.head_dim, sizes.state_size, sizes.inner
+        convolved = inner + 2 * sizes.num_groups * size
+        if kind == "state":
+            return cls(inner + convolved + heads, convolved, (heads, dim, size), heads, (heads,))
+        if kind == "selective_scan":
+            return cls(2 * inner, inner, (inner, size), 0, (inner, size))
+        if kind == "lightning":
+            return cls(4 * inner, 0, (heads, dim, dim), 0, ())
+        steps = heads if kind == "delta_rule" else heads * size
+        return cls(convolved + heads + steps, convolved, (heads, size, dim), steps, (heads,))
 
 
 class StatesArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments: the layer, and the steps that are timed."""
 
     kind: str = "state"
-    """state (Mamba-2) or delta_rule."""
+    """state (Mamba-2), delta_rule, key_delta_rule, selective_scan (Mamba) or lightning."""
     num_heads: int | None = None
     """Instead of the kind's own, as the next three."""
     head_dim: int | None = None
@@ -80,7 +105,7 @@ class StatesArguments(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError(f"kind is {self.kind!r}; use {' or '.join(KINDS)}.")
+            raise ConfigError(f"kind is {self.kind!r}; use {', '.join(KINDS)}.")
         given = {name: value for name in Sizes.__slots__ if (value := getattr(self, name)) is not None}
         check_at_least(self, rows=1, query_lens=1, replays=1, **dict.fromkeys(given, 1))
         if self.sizes.num_heads % self.sizes.num_groups:
@@ -122,14 +147,14 @@ class StatesStep:
 
         self.rows, self.query_len, self._bench, self._sizes = rows, query_len, bench, arguments.sizes
         self._dtype: torch.dtype = getattr(torch, bench.dtype)
-        sizes, num_tokens, marks = self._sizes, rows * query_len, 1 if arguments.kind == "state" else 2
-        self._state_shape = (sizes.num_heads, sizes.head_dim, sizes.state_size)
-        if arguments.kind == "delta_rule":
-            self._state_shape = (sizes.num_heads, sizes.state_size, sizes.head_dim)
-        self.state_bytes = rows * math.prod(self._state_shape) * 4
-        gate = sizes.inner if arguments.kind == "state" else 0
-        query = self._random(num_tokens, gate + sizes.convolved + marks * sizes.num_heads)
+        sizes, num_tokens = self._sizes, rows * query_len
+        self._layout = Layout.of(arguments.kind, sizes)
+        self.state_bytes = rows * math.prod(self._layout.state) * 4
+        query = self._random(num_tokens, self._layout.columns)
         output, common = torch.empty(num_tokens, sizes.inner, dtype=self._dtype, device=bench.device), self._describe()
+        if arguments.kind == "selective_scan":  # steps, B and C
+            shapes = ((num_tokens, sizes.inner), *2 * ((num_tokens, sizes.state_size),))
+            self._selected = tuple(torch.rand(shape, device=bench.device) for shape in shapes)
         num_copies = min(max(-(-COPIES_BYTES // self.state_bytes), 1), MOST_COPIES)
         self._calls = [self._bound(arguments.kind, query, output, common) for _ in range(num_copies)]
 
@@ -143,18 +168,19 @@ class StatesStep:
 
         from pelton.attention.interface import AttentionNeeds
 
-        sizes, bench = self._sizes, self._bench
+        sizes, bench, layout = self._sizes, self._bench, self._layout
         needs = AttentionNeeds(
             head_dim=sizes.head_dim, num_heads=sizes.num_heads, num_kv_heads=sizes.num_groups, block_size=16,
             dtype=bench.dtype, attention_type=kind,
         )  # fmt: skip
-        of_heads = {name: self._random(sizes.num_heads).float() for name in ("dt_bias", "a_log", "d")}
-        states = torch.zeros(self.rows + 1, *self._state_shape, device=bench.device)
+        states = torch.zeros(self.rows + 1, *layout.state, device=bench.device)
         layer = SimpleNamespace(
             layer_name=kind, needs=needs, num_heads=sizes.num_heads, head_dim=sizes.head_dim, num_groups=sizes.num_groups,
-            state_size=sizes.state_size, conv_weight=self._random(sizes.convolved, TAPS), conv_bias=None, max_beta=1.0,
-            dt_limit=(0.0, math.inf), conv_states=self._random(self.rows + 1, sizes.convolved, TAPS - 1), states=states,
-            **of_heads,
+            state_size=sizes.state_size, conv_weight=self._random(layout.convolved, TAPS), conv_bias=None, max_beta=1.0,
+            dt_limit=(0.0, math.inf), conv_states=self._random(self.rows + 1, layout.convolved, TAPS - 1), states=states,
+            dt_bias=self._random(layout.dt_bias).float(), a_log=self._random(*layout.a_log).float(),
+            d=self._random(*layout.a_log[:1]).float(), slopes=torch.rand(sizes.num_heads, device=bench.device),
+            selected=lambda convolved: self._selected,
         )  # fmt: skip
         backend: Any = bench.selector.select(needs).backend
         made = backend(

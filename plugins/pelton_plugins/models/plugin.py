@@ -72,7 +72,7 @@ def pelton_models() -> Sequence[ModelEntry]:
             load="pelton_plugins.models.minimax:MiniMaxForCausalLM",
             architectures=("MiniMaxForCausalLM",),
             config_defaults=(("rope_theta", 1e6), ("rms_norm_eps", 1e-5)),
-            doc="MiniMax-Text-01: lightning attention, some layers with attention, experts; on CPUs",
+            doc="MiniMax-Text-01: lightning attention, some layers with attention, experts",
         ),
         _entry("jamba", "JambaForCausalLM", "Jamba: Mamba's layers, some with attention, experts"),
         *(

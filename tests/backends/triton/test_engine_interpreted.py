@@ -221,6 +221,10 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_d_state": 12, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1,
     }),
+    "MiniMax": ("triton, triton_lightning", {
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "linear_attention"], "block_size": 32,
+    }),
     "Lfm2": ("triton_short_conv, triton", {
         "layer_types": ["conv", "full_attention"], "block_multiple_of": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
     }),

@@ -40,10 +40,20 @@ def test_times_rows_of_one_token_and_prompts(tmp_path, capsys):
     assert float(rows[-1].split()[-2].replace(",", "")) == pytest.approx(210 / line["layer_s"], rel=0.01)
 
 
+@pytest.mark.parametrize("kind, backend", [(kind, "state_space" if kind == "state" else kind) for kind in states.KINDS])
+def test_times_layers_of_each_kind(kind, backend, tmp_path):
+    file = tmp_path / "states.json"
+    argv = [*TINY, "--kind", kind, "--rows", "2", "--query-lens", "3", "--replays", "1", "--dtype", "float32"]
+    assert states.run([*argv, "--device", "cpu", "--output-json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    numbers = {"selective_scan": 4 * 8 * 6, "lightning": 4 * 8 * 8}.get(kind, 4 * 8 * 6)
+    assert result["backends"] == [backend] and result["lines"][0]["state_bytes"] == 2 * 4 * numbers
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"kind": "mamba"}, "kind is 'mamba'; use state or delta_rule"),
+        ({"kind": "mamba"}, "kind is 'mamba'; use state, delta_rule, key_delta_rule, selective_scan, lightning"),
         ({"num_heads": 0}, "num_heads is 0"),
         (
             {"num_heads": 3, "num_groups": 2},

@@ -13,6 +13,7 @@ from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAt
 from pelton_backends.triton.runtime import has_pdl
 from pelton_backends.triton.states.delta_rule import DeltaRule, KeyDeltaRule
 from pelton_backends.triton.states.gated_conv import GatedConv
+from pelton_backends.triton.states.lightning import Lightning
 from pelton_backends.triton.states.selective_scan import SelectiveScan
 from pelton_backends.triton.states.state_space import StateSpace
 
@@ -104,6 +105,12 @@ class TritonSelectiveScanBackend(TritonStates):
     name: ClassVar[str] = "triton_selective_scan"
     attention_type: ClassVar[str] = "selective_scan"
     computes: ClassVar[Computes] = SelectiveScan
+
+
+class TritonLightningBackend(TritonStates):
+    name: ClassVar[str] = "triton_lightning"
+    attention_type: ClassVar[str] = "lightning"
+    computes: ClassVar[Computes] = Lightning
 
 
 class TritonShortConvBackend(TritonStates):

@@ -28,22 +28,17 @@ class Scan(Protocol):
     ) -> None: ...  # fmt: skip
 
 
-class ConvolvedStates(BoundAttention):
-    """A layer's convolution and states. Its query is [T, first + W + ...], of which W numbers are convolved."""
+class RowStates(BoundAttention):
+    """A layer's states: rows by their kind."""
 
-    def __init__(self, layer: Any, *, first: int, step: Step, scan: Scan, pdl: bool) -> None:
+    def __init__(self, layer: Any, *, step: Step, scan: Scan) -> None:
         super().__init__(layer)
-        self._width = layer.conv_weight.shape[0]
-        self._first, self._behind = first, first + self._width
-        self._convolve = ShortConv(layer.conv_weight, layer.conv_bias, layer.conv_states, pdl=pdl)
         self._step, self._scan = step, scan
 
-    def __call__(self, query: Tensor, metadata: StateMetadata, output: Tensor) -> None:
-        """query [T, ...] -> output [T, E]; rows of padding are left as they are"""
-        projected, columns = query[:, self._first : self._behind], query[:, self._behind :]
-        convolved, common = query.new_empty(len(query), self._width), metadata.common
+    def compute(self, convolved: Tensor, columns: Tensor, metadata: StateMetadata, output: Tensor) -> None:
+        """Rows of padding are left as they are."""
+        common = metadata.common
         rows = common.query_start_loc, common.seq_lens, common.block_table
-        self._convolve(projected, convolved, *rows, num_reqs=common.num_reqs, is_single=not metadata.is_scanned)
         if metadata.single_rows:
             self._step(convolved, columns, output, *rows, num_rows=metadata.single_rows)
         if metadata.is_scanned:
@@ -51,3 +46,21 @@ class ConvolvedStates(BoundAttention):
                 convolved, columns, output, *rows, num_reqs=common.num_reqs, first_row=metadata.first_scanned_row,
                 skip_single=metadata.is_mixed,
             )  # fmt: skip
+
+
+class ConvolvedStates(RowStates):
+    """A layer's convolution and states. Its query is [T, first + W + ...], of which W numbers are convolved."""
+
+    def __init__(self, layer: Any, *, first: int, step: Step, scan: Scan, pdl: bool) -> None:
+        super().__init__(layer, step=step, scan=scan)
+        self._width = layer.conv_weight.shape[0]
+        self._first, self._behind = first, first + self._width
+        self._convolve = ShortConv(layer.conv_weight, layer.conv_bias, layer.conv_states, pdl=pdl)
+
+    def __call__(self, query: Tensor, metadata: StateMetadata, output: Tensor) -> None:
+        """query [T, ...] -> output [T, E]; rows of padding are left as they are"""
+        projected, columns = query[:, self._first : self._behind], query[:, self._behind :]
+        convolved, common = query.new_empty(len(query), self._width), metadata.common
+        rows = common.query_start_loc, common.seq_lens, common.block_table
+        self._convolve(projected, convolved, *rows, num_reqs=common.num_reqs, is_single=not metadata.is_scanned)
+        self.compute(convolved, columns, metadata, output)

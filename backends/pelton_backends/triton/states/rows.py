@@ -33,6 +33,16 @@ def first_tile_of(row, start, query_start_loc, first_row, TILE: tl.constexpr):
 
 
 @triton.jit
+def columns(at, mask, ACTIVATE: tl.constexpr):
+    """Load some of a token's numbers; with ACTIVATE what comes through SiLU, rounded as they are."""
+    x = tl.load(at, mask, 0.0)
+    if ACTIVATE:
+        wide = x.to(tl.float32)
+        x = (wide / (1.0 + tl.exp(-wide))).to(x.dtype)
+    return x
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), exact for small results too: 1 + exp(x) is rounded, and the logarithm made good for it (Kahan)."""
     small = tl.exp(tl.minimum(x, 20.0))

@@ -8,7 +8,7 @@ are computed in parts of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -16,12 +16,11 @@ import triton.language as tl
 
 from pelton_backends.triton.launch import Launcher, Variant, alignment
 from pelton_backends.triton.runtime import dot, launch_options, let_next_start, wait_for_inputs
-from pelton_backends.triton.states.rows import first_tile_of, padded, padded_to_swizzle, softplus, tile_of
+from pelton_backends.triton.states.rows import columns, first_tile_of, padded, padded_to_swizzle, softplus, tile_of
+from pelton_backends.triton.states.step import places
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pelton_backends.sdpa.state_space import StateParams
 
 SCRATCH_BYTES = 64 << 20
 """What memory is left for, a KV group: `ATTENTION_BYTES` of the worker."""
@@ -34,8 +33,10 @@ HEADS_TOGETHER = 2
 @triton.jit
 def _steps(steps, stride_steps, token, is_token, head, dt_bias, a_log, low, high):
     """dt [tokens] of a chunk, 0 for what is none of its tokens, and dt A, the logarithms of what a token leaves of the state."""
-    raw = tl.load(steps + token.to(tl.int64) * stride_steps + head, is_token, 0.0).to(tl.float32)
-    dt = tl.minimum(tl.maximum(softplus(raw + tl.load(dt_bias + head)), low), high)
+    dt = 1.0
+    if dt_bias is not None:
+        raw = tl.load(steps + token.to(tl.int64) * stride_steps + head, is_token, 0.0).to(tl.float32)
+        dt = tl.minimum(tl.maximum(softplus(raw + tl.load(dt_bias + head)), low), high)
     dt = tl.where(is_token, dt, 0.0)
     return dt, -dt * tl.exp(tl.load(a_log + head))
 
@@ -44,8 +45,9 @@ def _steps(steps, stride_steps, token, is_token, head, dt_bias, a_log, low, high
 def chunk_states_kernel(
     convolved, steps, states, dt_bias, a_log, before, query_start_loc, seq_lens, block_table, low, high, first_row,
     first_tile, last_tile, stride_steps, stride_block, stride_table,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, TILE: tl.constexpr,
-    DIMS: tl.constexpr, NUMBERS: tl.constexpr, SKIP_SINGLE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, X: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, LINE: tl.constexpr, ACTIVATE: tl.constexpr, TILE: tl.constexpr, DIMS: tl.constexpr, NUMBERS: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for a part [DIMS, NUMBERS] of a head's state, and a row's chunks from tile `first_tile` up to before `last_tile`."""
     let_next_start(PDL)
@@ -73,9 +75,8 @@ def chunk_states_kernel(
     state = tl.load(at, is_state & has_state, 0.0)
     to = before + (own_tile + begin // TILE - first_tile).to(tl.int64) * (HEADS * DIM * STATE) + inside
     local = tl.arange(0, TILE)
-    width: tl.constexpr = HEADS * DIM + 2 * GROUPS * STATE
-    x_at = convolved + head * DIM + dim[None, :]
-    b_at = convolved + HEADS * DIM + head // (HEADS // GROUPS) * STATE + number[None, :]
+    x_at = convolved + X + head * DIM + dim[None, :]
+    b_at = convolved + B + head // (HEADS // GROUPS) * STATE + number[None, :]
     for first in range(begin, end, TILE):
         tl.store(to, state.to(before.dtype.element_ty), is_state)
         to += HEADS * DIM * STATE
@@ -83,9 +84,9 @@ def chunk_states_kernel(
         dt, fading = _steps(steps, stride_steps, token, is_token, head, dt_bias, a_log, low, high)
         whole = tl.sum(fading, axis=0)
         left = tl.exp(whole - tl.cumsum(fading, axis=0)) * dt  # of a token, behind the chunk
-        line = token.to(tl.int64)[:, None] * width
-        x = tl.load(x_at + line, is_token[:, None] & is_dim[None, :], 0.0)
-        b = tl.load(b_at + line, is_token[:, None] & is_number[None, :], 0.0)
+        line = token.to(tl.int64)[:, None] * LINE
+        x = columns(x_at + line, is_token[:, None] & is_dim[None, :], ACTIVATE)
+        b = columns(b_at + line, is_token[:, None] & is_number[None, :], ACTIVATE)
         given = (x.to(tl.float32) * left[:, None]).to(x.dtype)
         state = dot(tl.trans(given), b, state * tl.exp(whole))
     tl.store(at, state, is_state)
@@ -95,8 +96,9 @@ def chunk_states_kernel(
 def chunk_outputs_kernel(
     convolved, steps, dt_bias, a_log, d, before, output, query_start_loc, low, high, first_row, num_reqs, first_tile,
     stride_steps, stride_output,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, TILE: tl.constexpr,
-    DIMS: tl.constexpr, NUMBERS: tl.constexpr, TOGETHER: tl.constexpr, SKIP_SINGLE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, X: tl.constexpr, B: tl.constexpr,
+    C: tl.constexpr, LINE: tl.constexpr, ACTIVATE: tl.constexpr, TILE: tl.constexpr, DIMS: tl.constexpr, NUMBERS: tl.constexpr,
+    TOGETHER: tl.constexpr, SKIP_SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for a chunk, tiles from `first_tile` on, and TOGETHER heads of one group."""
     let_next_start(PDL)
@@ -109,18 +111,16 @@ def chunk_outputs_kernel(
     first_head = tl.program_id(1) * TOGETHER
     local, number, dim = tl.arange(0, TILE), tl.arange(0, NUMBERS), tl.arange(0, DIMS)
     is_token, token = first + local < query_len, start + first + local
-    width: tl.constexpr = HEADS * DIM + 2 * GROUPS * STATE
-    group = first_head // (HEADS // GROUPS)
-    line = convolved + token.to(tl.int64)[:, None] * width
-    b_at = line + HEADS * DIM + group * STATE + number[None, :]
-    c_at = b_at + GROUPS * STATE
+    line = convolved + token.to(tl.int64)[:, None] * LINE
+    b_at = line + B + first_head // (HEADS // GROUPS) * STATE + number[None, :]
+    c_at = b_at + (C - B)
     met = tl.zeros([TILE, TILE], tl.float32)
-    c = tl.load(c_at, is_token[:, None] & (number < STATE)[None, :], 0.0)
+    c = columns(c_at, is_token[:, None] & (number < STATE)[None, :], ACTIVATE)
     for part in range(0, STATE, NUMBERS):
         is_read = is_token[:, None] & (part + number < STATE)[None, :]
         if STATE > NUMBERS:
-            c = tl.load(c_at + part, is_read, 0.0)
-        b = tl.load(b_at + part, is_read, 0.0)
+            c = columns(c_at + part, is_read, ACTIVATE)
+        b = columns(b_at + part, is_read, ACTIVATE)
         met = dot(c, tl.trans(b), met)
     is_seen = local[:, None] >= local[None, :]
     for one in range(TOGETHER):
@@ -130,7 +130,7 @@ def chunk_outputs_kernel(
         between = tl.exp(tl.where(is_seen, passed[:, None] - passed[None, :], float("-inf")))
         weights = (met * between * dt[None, :]).to(c.dtype)
         state = before + (tl.program_id(0).to(tl.int64) * HEADS + head) * (DIM * STATE)
-        skip = tl.load(d + head)
+        skip = 0.0 if d is None else tl.load(d + head)
         for low_dim in range(0, DIM, DIMS):
             own_dim = low_dim + dim
             is_dim = own_dim < DIM
@@ -138,12 +138,14 @@ def chunk_outputs_kernel(
             for part in range(0, STATE, NUMBERS):
                 is_number = part + number < STATE
                 if STATE > NUMBERS:
-                    c = tl.load(c_at + part, is_token[:, None] & is_number[None, :], 0.0)
+                    c = columns(c_at + part, is_token[:, None] & is_number[None, :], ACTIVATE)
                 s_at = state + own_dim[None, :] * STATE + (part + number)[:, None]
                 found = dot(c, tl.load(s_at, is_number[:, None] & is_dim[None, :], 0.0), found)
             is_number_of_x = is_token[:, None] & is_dim[None, :]
-            x = tl.load(line + head * DIM + own_dim[None, :], is_number_of_x, 0.0)
-            found = dot(weights, x, found * tl.exp(passed)[:, None]) + skip * x.to(tl.float32)
+            x = columns(line + X + head * DIM + own_dim[None, :], is_number_of_x, ACTIVATE)
+            found = dot(weights, x, found * tl.exp(passed)[:, None])
+            if d is not None:
+                found = found + skip * x.to(tl.float32)
             to = output + token.to(tl.int64)[:, None] * stride_output + head * DIM + own_dim[None, :]
             tl.store(to, found.to(output.dtype.element_ty), is_number_of_x)
 
@@ -180,7 +182,7 @@ class StateScan:
     chunk. float32 is exact to 2e-5 of float64, float16 to 3e-3, bfloat16 to 2e-2, each of the largest output.
     """
 
-    def __init__(self, layer: StateParams, *, pdl: bool) -> None:
+    def __init__(self, layer: Any, *, at: tuple[int, int, int] | None = None, pdl: bool) -> None:
         self._layer, self._options = layer, launch_options(pdl)
         self._together = HEADS_TOGETHER if layer.num_heads // layer.num_groups % HEADS_TOGETHER == 0 else 1
         dtype, size = getattr(torch, layer.needs.dtype), layer.state_size
@@ -192,23 +194,23 @@ class StateScan:
         self._key = layer.states.stride(0), layer.states.device.index, dtype, alignment(*own)
         self._constants = {
             "HEADS": layer.num_heads, "GROUPS": layer.num_groups, "DIM": layer.head_dim, "STATE": size,
-            "TILE": self._tile, "PDL": pdl,
+            **places(layer, at), "TILE": self._tile, "PDL": pdl,
         }  # fmt: skip
         self._sizes = {"DIMS": dims, "NUMBERS": numbers}, {"DIMS": tiles.dims, "NUMBERS": tiles.numbers}
         self._num_warps = tiles.num_warps
-        self._variants: dict[bool, tuple[Variant, Variant]] = {}
+        self._variants: dict[tuple[int, bool], tuple[Variant, Variant]] = {}
 
-    def _variants_for(self, skip_single: bool) -> tuple[Variant, Variant]:
-        if skip_single not in self._variants:
-            known, (of_states, of_outputs) = {**self._constants, "SKIP_SINGLE": skip_single}, self._sizes
-            self._variants[skip_single] = (
+    def _variants_for(self, line: int, skip_single: bool) -> tuple[Variant, Variant]:
+        if (line, skip_single) not in self._variants:
+            known, (of_states, of_outputs) = self._constants | {"LINE": line, "SKIP_SINGLE": skip_single}, self._sizes
+            self._variants[line, skip_single] = (
                 _launch_states.variant(self._key, known | of_states, num_warps=4, num_stages=3, **self._options),
                 _launch_outputs.variant(
                     self._key, known | of_outputs | {"TOGETHER": self._together}, num_warps=self._num_warps, num_stages=1,
                     **self._options,
                 ),
             )  # fmt: skip
-        return self._variants[skip_single]
+        return self._variants[line, skip_single]
 
     def __call__(
         self,
@@ -224,7 +226,7 @@ class StateScan:
         skip_single: bool,
     ) -> None:
         layer, num_rows = self._layer, num_reqs - first_row
-        launch_states, launch_outputs = self._variants_for(skip_single)
+        launch_states, launch_outputs = self._variants_for(convolved.stride(0), skip_single)
         num_tiles = len(convolved) // self._tile + num_rows
         some = min(max(SCRATCH_BYTES // self._tile_bytes, 1), num_tiles)
         before = convolved.new_empty(some, layer.num_heads, layer.head_dim, layer.state_size)
@@ -239,7 +241,7 @@ class StateScan:
                 key, (self._parts, layer.num_heads, num_rows),
                 (
                     convolved, steps, layer.states, layer.dt_bias, layer.a_log, before, query_start_loc, seq_lens,
-                    block_table, *layer.dt_limit, first_row, first, last, steps.stride(0), layer.states.stride(0),
+                    block_table, *layer.dt_limit, first_row, first, last, strides[0], layer.states.stride(0),
                     block_table.stride(0),
                 ),
             )  # fmt: skip
