@@ -32,7 +32,7 @@ from pelton_linear_oracle import make_case
 from pelton_moe_case import moe_case
 from pelton_sass import INSTRUCTION, unwritten
 from pelton_stages import NO_CODE, stages_of
-from pelton_states import DeltaCase, GatedConvCase, ScanCase, StateCase, make_layer
+from pelton_states import DeltaCase, GatedConvCase, KeyDeltaCase, LightningCase, ScanCase, StateCase, make_layer
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -107,8 +107,9 @@ from pelton_backends.triton.ops.sampling import logprobs as sampling_logprobs
 from pelton_backends.triton.ops.sampling import sample as sampling
 from pelton_backends.triton.ops.sampling import speculation
 from pelton_backends.triton.states.backend import StateMetadata
-from pelton_backends.triton.states.delta_rule import DeltaRule
+from pelton_backends.triton.states.delta_rule import DeltaRule, KeyDeltaRule
 from pelton_backends.triton.states.gated_conv import GatedConv
+from pelton_backends.triton.states.lightning import Lightning
 from pelton_backends.triton.states.selective_scan import SelectiveScan
 from pelton_backends.triton.states.state_space import StateSpace
 from pelton_platforms.device.steps.batch_state import BatchState
@@ -305,9 +306,16 @@ class Attention:
         for dim, size in ((128, 128), (256, 256), (24, 40)):
             self._with_states(DeltaCase(head_dim=dim, state_size=size, num_heads=4, dtype=self.dtype), DeltaRule)
 
+    def key_delta_rule(self) -> None:
+        """Layers of Kimi Linear's sizes, of the largest that are tested, and of small ones."""
+        for dim, size in ((128, 128), (256, 256), (24, 40)):
+            case = KeyDeltaCase(head_dim=dim, state_size=size, num_heads=2, dtype=self.dtype)
+            self._with_states(case, KeyDeltaRule)
+
     def other_states(self) -> None:
         self._with_states(ScanCase(head_dim=256, state_size=16, dtype=self.dtype), SelectiveScan)
         self._with_states(GatedConvCase(head_dim=256, taps=3, dtype=self.dtype), GatedConv)
+        self._with_states(LightningCase(head_dim=128, dtype=self.dtype), Lightning)
 
     def _with_states(self, case: StateCase, kind: Any) -> None:
         """A step of rows of one token, and one of rows of any number."""

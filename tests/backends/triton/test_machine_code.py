@@ -32,14 +32,15 @@ PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_
 OTHERS = (
     *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_INTEGERS, "one row of a long matrix in e4m3", "many_gated", "dealt",
     "latent", "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent", "logits", "shares",
-    "states", "delta_rule", "other_states", "gate and up of 128 rows", "resident", "columns", "O before a large matrix",
+    "states", "delta_rule", "key_delta_rule", "other_states", "gate and up of 128 rows", "resident", "columns",
+    "O before a large matrix",
 )  # fmt: skip
 OTHER_DTYPES = {
     ("bfloat16", "fp8_e4m3"): ("early", "streamed", "dealt", "prefill", "cascade", "write"),
     ("bfloat16", "fp8_e5m2"): ("split", "write"),
     ("float16", "bfloat16"): ("streamed",),
     ("float32", "float32"): ("latent", "sparse", "states", "delta_rule", "other_states"),
-    ("float16", "float16"): ("states", "delta_rule", "other_states"),
+    ("float16", "float16"): ("states", "delta_rule", "key_delta_rule", "other_states"),
 }
 
 
@@ -118,9 +119,19 @@ STATES = {
     "delta_rule": 3 * [
         "conv_kernel", "delta_step_kernel", "conv_kernel", "delta_written_kernel", "delta_states_kernel", "delta_outputs_kernel",
     ],
-    "other_states": ["conv_kernel", "selective_scan_kernel", "conv_kernel", "selective_scan_kernel", "conv_kernel", "conv_kernel"],
+    "key_delta_rule": 3 * [
+        "conv_kernel", "delta_step_kernel", "conv_kernel", "key_delta_blocks_kernel", "key_delta_written_kernel", "delta_states_kernel",
+        "key_delta_outputs_kernel",
+    ],
+    "other_states": [
+        "conv_kernel", "selective_scan_kernel", "conv_kernel", "selective_scan_kernel", "conv_kernel", "conv_kernel", "step_kernel",
+        "chunk_states_kernel", "chunk_outputs_kernel",
+    ],
 }  # fmt: skip
-ON_TENSOR_CORES = {"chunk_states_kernel", "chunk_outputs_kernel", "delta_states_kernel", "delta_outputs_kernel"}
+ON_TENSOR_CORES = {
+    "chunk_states_kernel", "chunk_outputs_kernel", "delta_states_kernel", "delta_outputs_kernel", "key_delta_written_kernel",
+    "key_delta_outputs_kernel",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATES)

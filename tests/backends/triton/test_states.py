@@ -14,6 +14,7 @@ from pelton_states import (
     DeltaCase,
     GatedConvCase,
     KeyDeltaCase,
+    LightningCase,
     ScanCase,
     StateCase,
     check,
@@ -27,10 +28,11 @@ from pelton_states import (
 from pelton.attention.metadata import BatchDescriptor
 from pelton_backends.sdpa.state_space import StateSpaceBackend
 from pelton_backends.triton.launch import Variant
-from pelton_backends.triton.states import delta_scan, scan
+from pelton_backends.triton.states import delta_scan, key_delta_scan, scan
 from pelton_backends.triton.states.backend import (
     TritonDeltaRuleBackend,
     TritonKeyDeltaRuleBackend,
+    TritonLightningBackend,
     TritonSelectiveScanBackend,
     TritonShortConvBackend,
     TritonStates,
@@ -41,7 +43,7 @@ BACKENDS: dict[str, type[TritonStates]] = {
     kind.attention_type: kind
     for kind in (
         TritonStateSpaceBackend, TritonDeltaRuleBackend, TritonKeyDeltaRuleBackend, TritonSelectiveScanBackend,
-        TritonShortConvBackend,
+        TritonLightningBackend, TritonShortConvBackend,
     )
 }  # fmt: skip
 SIZES: dict[str, StateCase] = {
@@ -66,6 +68,8 @@ SIZES: dict[str, StateCase] = {
     "key-delta-odd": KeyDeltaCase(head_dim=24, state_size=40, num_heads=3, num_groups=1, taps=3, max_beta=2.0),
     "scan": ScanCase(head_dim=32, state_size=16),
     "scan-odd": ScanCase(head_dim=9, state_size=5, num_heads=3, taps=3, dtype="bfloat16"),
+    "lightning": LightningCase(head_dim=128, num_heads=2, dtype="bfloat16"),
+    "lightning-odd": LightningCase(head_dim=24, num_heads=3),
     "conv": GatedConvCase(head_dim=32, taps=3, has_bias=False),
     "conv-odd": GatedConvCase(head_dim=10, num_heads=3, taps=2, dtype="float16"),
 }
@@ -74,6 +78,7 @@ SMALL: dict[str, StateCase] = {
     "delta_rule": DeltaCase(head_dim=16, state_size=32),
     "key_delta_rule": KeyDeltaCase(head_dim=16, state_size=32),
     "selective_scan": ScanCase(head_dim=16, state_size=8),
+    "lightning": LightningCase(head_dim=16),
     "short_conv": GatedConvCase(head_dim=16),
 }
 EAGER, CAPTURED = None, BatchDescriptor(128, 8)
@@ -106,7 +111,7 @@ def test_a_row_in_pieces(case: StateCase, cuts: list[int], device: torch.device)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 700])
-@pytest.mark.parametrize("kind", ["state", "delta_rule"])
+@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "short_conv"])
 def test_prompts_of_any_length_and_the_state_behind_them(kind: str, length: int, device: torch.device) -> None:
     torch.manual_seed(length)
     case = replace(SMALL[kind], num_heads=2, num_groups=1, dtype="bfloat16")
@@ -162,15 +167,18 @@ def test_captured_steps_of_one_token_and_of_one_prompt(small: StateCase, device:
 
 
 @pytest.mark.parametrize("num_states, num_parts", [(1, 4), (2, 2), (50, 1)])
-@pytest.mark.parametrize("kind", ["state", "delta_rule"])
+@pytest.mark.parametrize("kind", ["state", "delta_rule", "key_delta_rule"])
 def test_chunks_are_computed_in_parts(
     kind: str, num_states: int, num_parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room for the states before so many chunks, of a row of three chunks that begins beside one of one."""
     torch.manual_seed(4)
     case, launched, launch = replace(SMALL[kind], num_heads=6, dtype="float16"), [], Variant.__call__
-    tile, kernels, own = (64, 3, 2 * 64 * 48 + 4 * 64) if kind == "delta_rule" else (64, 2, 0)
-    for module in (scan, delta_scan):
+    tile, kernels, own = {
+        "state": (64, 2, 0), "delta_rule": (64, 3, 2 * 64 * 48 + 4 * 64),
+        "key_delta_rule": (64, 4, 2 * 64 * (16 + 3 * 32 + 64 + 16) + 4 * 32 * (64 + 5) - 2 * 16 * 32),
+    }[kind]  # fmt: skip
+    for module in (scan, delta_scan, key_delta_scan):
         monkeypatch.setattr(module, "SCRATCH_BYTES", num_states * 6 * (2 * 16 * 32 + own))
 
     def noted(self: Variant, key: Any, grid: tuple[int, ...], args: Any) -> None:
@@ -187,15 +195,28 @@ def test_chunks_are_computed_in_parts(
     check(found[1], recurrence(made, rows[1]), case.dtype)
 
 
-def test_keys_that_are_alike_and_states_that_hardly_fade(device: torch.device) -> None:
+@pytest.mark.parametrize("kind", [DeltaCase, KeyDeltaCase])
+def test_keys_that_are_alike_and_states_that_hardly_fade(kind: type[DeltaCase], device: torch.device) -> None:
     """Then the inverse of a chunk's system is small, and its powers are not."""
-    torch.manual_seed(6)
-    case = DeltaCase(head_dim=16, state_size=16, num_heads=2, num_groups=1, dtype="bfloat16", max_beta=1.0)
+    torch.manual_seed(4)
+    case = kind(head_dim=16, state_size=16, num_heads=2, num_groups=1, dtype="bfloat16", max_beta=1.0)
     made, backend, bound = made_with(case, device)
     made.a_log.fill_(-12.0)
     rows = case.rows(150, device)
     rows[:, 16:32] = rows[:1, 16:32]  # keys
     rows[:, case.width : case.width + 2] = 8.0  # of which all is written
+    check(run_step(bound, backend, [rows], [0], [1])[0], recurrence(made, rows), case.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numbers_of_a_key_that_fade_at_once_beside_some_that_never_do(dtype: str, device: torch.device) -> None:
+    """Decays of a chunk from 1 to e^-20000, whose inverses no number holds."""
+    torch.manual_seed(7)
+    case = KeyDeltaCase(head_dim=16, state_size=32, num_heads=2, num_groups=1, dtype=dtype)
+    made, backend, bound = made_with(case, device)
+    made.a_log.copy_(torch.tensor([3.0, -6.0]))
+    made.dt_bias.copy_(torch.linspace(-12.0, 16.0, 64))
+    rows = case.rows(150, device)
     check(run_step(bound, backend, [rows], [0], [1])[0], recurrence(made, rows), case.dtype)
 
 

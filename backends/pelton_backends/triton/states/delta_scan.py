@@ -34,7 +34,7 @@ COLUMNS = 32
 
 
 @triton.jit
-def _inverse(system):
+def inverse_of(system):
     """The inverse of 1 + `system`, which is [BLOCK, BLOCK] and has numbers below the diagonal alone: a row after the other."""
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     inverse = -system
@@ -99,7 +99,7 @@ def delta_written_kernel(
             )
         met = dot(learned, tl.trans(k.to(v.dtype)), tl.zeros([BLOCK, BLOCK], tl.float32))
         between = tl.exp(tl.where(local[:, None] > local[None, :], faded[:, None] - faded[None, :], float("-inf")))
-        inverse = _inverse(met * between).to(v.dtype)
+        inverse = inverse_of(met * between).to(v.dtype)
         new = dot(inverse, new.to(v.dtype), tl.zeros_like(new)).to(v.dtype)
         brought = dot(inverse, brought.to(v.dtype), tl.zeros_like(brought)).to(v.dtype)
         tl.store(written + token[:, None] * DIM + dim[None, :], new, is_dim)
@@ -109,12 +109,13 @@ def delta_written_kernel(
 
 @triton.jit(do_not_specialize=["stride_table", "first_row", "first_tile", "last_tile"])
 def delta_states_kernel(
-    convolved, states, passed, written, seen, before, query_start_loc, seq_lens, block_table, first_row, first_tile,
+    convolved, states, passed, written, seen, left, before, query_start_loc, seq_lens, block_table, first_row, first_tile,
     last_tile, stride_block, stride_table,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, PADDED_STATE: tl.constexpr, SKIP_SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for COLUMNS of a head's state, and a row's chunks from tile `first_tile` up to before `last_tile`."""
+    """One program for COLUMNS of a head's state, and a row's chunks from tile `first_tile` up to before `last_tile`. left: what chunks
+    leave of their keys, where `passed` has logarithms to base two, of each number those of blocks, and the chunk's behind them."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     head, row = tl.program_id(1), first_row + tl.program_id(2)
@@ -144,8 +145,9 @@ def delta_states_kernel(
         is_token = first + local < query_len
         rounded = state.to(before.dtype.element_ty)
         tl.store(before + place * (STATE * DIM) + inside, rounded, is_state)
-        faded = tl.load(passed + place * TILE + local, is_token, 0.0)
-        whole = tl.min(faded, axis=0)
+        if left is None:
+            faded = tl.load(passed + place * TILE + local, is_token, 0.0)
+            whole = tl.min(faded, axis=0)
         is_read = is_token[:, None] & is_number[None, :]
         brought = tl.load(seen + place * (TILE * STATE) + local[:, None] * STATE + number[None, :], is_read, 0.0)
         new_at = written + place * (TILE * DIM) + local[:, None] * DIM + dim[None, :]
@@ -153,9 +155,15 @@ def delta_states_kernel(
         new = tl.load(new_at, is_new, 0.0).to(tl.float32)
         new = (new - dot(brought, rounded, tl.zeros_like(new))).to(brought.dtype)
         tl.store(new_at, new, is_new)
-        k = tl.load(k_at + (start + first + local).to(tl.int64)[:, None] * width, is_read, 0.0).to(tl.float32)
-        k = (unit(k, 1) * tl.exp(whole - faded)[:, None]).to(brought.dtype)
-        state = dot(tl.trans(k), new, state * tl.exp(whole))
+        if left is None:
+            k = tl.load(k_at + (start + first + local).to(tl.int64)[:, None] * width, is_read, 0.0).to(tl.float32)
+            k = (unit(k, 1) * tl.exp(whole - faded)[:, None]).to(brought.dtype)
+            state = dot(tl.trans(k), new, state * tl.exp(whole))
+        else:
+            k = tl.load(left + place * (TILE * STATE) + local[:, None] * STATE + number[None, :], is_read, 0.0)
+            blocks: tl.constexpr = TILE // BLOCK
+            faded = tl.load(passed + (place * (blocks + 1) + blocks) * STATE + number, is_number, 0.0)
+            state = dot(tl.trans(k), new, state * tl.exp2(faded)[:, None])
         place += HEADS
     tl.store(at, state, is_state)
 
@@ -293,8 +301,8 @@ class DeltaScan:
             pass_on(
                 key, (triton.cdiv(dim, self._columns), heads, num_rows),
                 (
-                    convolved, states, passed, written, seen, before, query_start_loc, seq_lens, block_table, first_row,
-                    first, last, states.stride(0), block_table.stride(0),
+                    convolved, states, passed, written, seen, None, before, query_start_loc, seq_lens, block_table,
+                    first_row, first, last, states.stride(0), block_table.stride(0),
                 ),
             )  # fmt: skip
             give(
