@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pelton_checkpoints
 import pelton_references
 import pytest
 from pelton_covering import covering
@@ -35,6 +36,9 @@ def _why_no_cuda() -> str | None:
 # and that folder's conftest before any hook here.
 if _why_no_cuda():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+pelton_checkpoints.keep()  # before a test's file imports the function
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -139,21 +143,22 @@ def _packages_in(folder: str, changed_ns: int) -> frozenset[str]:
 @pytest.fixture(scope="session", autouse=True)
 def known_entry_points() -> Iterator[None]:
     """Thousands of tests load the plugins, and each time the files of all installed packages are read for their entry points. They
-    are kept for as long as `sys.path` stays as it was when the session began, and its folders hold the same packages."""
+    are kept for as long as the folders of `sys.path` hold the same packages as when the session began, in the same order."""
     find, kept = plugins._entry_points, dict[Any, Any]()
 
     def state() -> Any:
-        folders = [(path, os.stat(path).st_mtime_ns) for path in sys.path if os.path.isdir(path)]
-        return importlib.metadata.entry_points, tuple(sys.path), tuple(_packages_in(*folder) for folder in folders)
+        held = [(path, _packages_in(path, os.stat(path).st_mtime_ns)) for path in sys.path if os.path.isdir(path)]
+        others = [path for path in sys.path if os.path.isfile(path)]
+        return importlib.metadata.entry_points, [pair for pair in held if pair[1]], others
 
     first = state()
 
     def found() -> Any:
         if state() != first:
             return find()
-        if first not in kept:
-            kept[first] = find()
-        return dict(kept[first])
+        if not kept:
+            kept.update(find())
+        return dict(kept)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugins, "_entry_points", found)

@@ -16,7 +16,7 @@ from pelton.config import CUDAGraphMode
 from pelton.testing.graphs import FakeGraphRecorder, StaticAttention
 from pelton_platforms.device.graphs.captures import FullGraphs
 
-NUM_TOKENS = 8
+NUM_TOKENS = 6
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from pelton import LoRARequest
 from pelton.errors import ConfigError, InvalidAdapterError
 
-NUM_TOKENS, LENGTHS = 12, (1, 17, 40)
+NUM_TOKENS, LENGTHS = 8, (1, 17, 44)
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED = (*QKVO, "gate_proj", "up_proj", "down_proj")
 TARGETS: dict[str, tuple[str, ...]] = {

@@ -26,7 +26,7 @@ FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 def assert_near_float32(path: str, prompts: list[list[int]], dtype: str, device: str, **settings: Any) -> str:
     """Prompts' and greedy tokens' log-probabilities of the engine against transformers'; returns the figures in words."""
     params = SamplingParams(
-        temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False, logprobs=5, prompt_logprobs=1
+        temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=5, prompt_logprobs=1
     )
     with make_llm(path, device=device, dtype=dtype, **settings) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)

@@ -41,7 +41,7 @@ def test_counts_inputs_that_come_back(tmp_path):
     result = tmp_path / "result.json"
     arguments = [
         "--http", "--runner", "pooling", "--skip-tokenizer-init", "--kv-cache-memory-bytes", str(2**22), "--max-model-len", "64",
-        "--lengths", "8", "--num-clients", "2", "--connections", "2", "--batch-size", "4", "--seconds", "3", "--warm-s", "0.1",
+        "--lengths", "8", "--num-clients", "2", "--connections", "2", "--batch-size", "4", "--seconds", "1", "--warm-s", "0.1",
         "--repeats", "1", "--output-json", str(result),
     ]  # fmt: skip
     assert main(["bench", "embed", str(path), *arguments]) == 0

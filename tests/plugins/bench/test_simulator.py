@@ -316,7 +316,7 @@ def test_the_command_compares_with_what_was_measured(tmp_path, capsys):
         "--step-times",
         steps,
         "--num-prompts",
-        "60",
+        "30",
         "--request-rate",
         "6",
         "-dp",
@@ -328,7 +328,7 @@ def test_the_command_compares_with_what_was_measured(tmp_path, capsys):
     for count, out in zip((1, 2), outs, strict=True):
         assert main([*argv, "--num-processes", str(count), "--output-json", out]) == 0
     one, two = map(read, outs)
-    assert one["completed"] == 60 and one["num_devices"] == 6
+    assert one["completed"] == 30 and one["num_devices"] == 6
     for name in ("ttft_ms", "itl_ms", "output_throughput", "num_steps"):
         assert one[name] == two[name]
     capsys.readouterr()

@@ -198,7 +198,7 @@ def test_a_soak_of_a_tiny_model(tmp_path, capsys):
     argv = ["--clients", "4", "--sample-s", "0.2", "--max-output-len", "16"]
     bounds = ["--max-itl-ratio", "1e9", "--max-growth-mib", "1000"]  # a slow machine warms up for longer than a third
     engine = ["--load-format", "dummy", "--kv-cache-memory-bytes", "4M", "--max-num-seqs", "4", "--log-level", "error"]
-    for duration_s in ("3", "12", "48"):  # how many requests that is enough for follows from the machine's speed
+    for duration_s in ("1.5", "6", "48"):  # how many requests that is enough for follows from the machine's speed
         timed = ["--duration-s", duration_s, "--output-json", str(out)]
         assert main(["bench", "soak", str(folder), *argv, *bounds, *engine, *timed]) == 0, capsys.readouterr().out
         result = json.loads(out.read_text())
