@@ -13,8 +13,8 @@ from pelton_lora import merged_checkpoint
 from pelton import LLM, LoRARequest, SamplingParams
 from pelton.errors import ConfigError
 
-NUM_TOKENS = 16
-LENGTHS = (1, 5, 16, 33, 129, 200)
+NUM_TOKENS = 10
+LENGTHS = (1, 9, 16, 33, 125, 200)  # half of the prompts go on over an end of a block
 SPREAD = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 ROOM = 2**22  # bytes of KV cache
 

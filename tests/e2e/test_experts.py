@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from pelton_plugins.models import gpt_oss
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4")
-NUM_TOKENS = 20  # every prompt goes on over the end of a block
+NUM_TOKENS = 17  # every prompt goes on over the end of a block
 LENGTHS = (1, 5, 16, 33, 129, 200)
 
 

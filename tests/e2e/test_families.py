@@ -12,7 +12,7 @@ FAMILIES = (
 )  # fmt: skip
 WINDOWED = ("gemma2", "gemma3n", "cohere2")
 """Of local and global layers, each with blocks of their own."""
-NUM_TOKENS = 24
+NUM_TOKENS = 17
 LENGTHS = (1, 5, 16, 33, 100, 160)
 
 

@@ -17,7 +17,7 @@ from pelton.layers.linear import RowParallelLinear
 from pelton_platforms.device import adapters
 from pelton_platforms.device.peft_tensors import read_tensors
 
-NUM_TOKENS = 24
+NUM_TOKENS = 17
 LENGTHS = (1, 5, 16, 17, 48, 100)
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain": {"seed": 1},

@@ -16,8 +16,8 @@ from pelton.sampling_params import StructuredOutputsParams
 from pelton_plugins.executors.multiproc.executor import MultiProcExecutor
 from pelton_plugins.executors.multiproc.messages import StepDone
 
-NUM_TOKENS = 16
-LENGTHS = (1, 5, 16, 33, 129, 200)
+NUM_TOKENS = 10
+LENGTHS = (1, 9, 16, 33, 125, 200)  # half of the prompts go on over an end of a block
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from pelton_lora import LLAMA_TARGETS, merged_checkpoint
 from pelton import LLM, LoRARequest
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
-NUM_TOKENS = 16
-LENGTHS = (1, 5, 16, 33, 129, 200)
+NUM_TOKENS = 10
+LENGTHS = (1, 9, 16, 33, 125, 200)  # half of the prompts go on over an end of a block
 ATTENTION = LLAMA_TARGETS[:4]
 WHOLE_BLOCKS = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
 """Four ranks have columns in blocks of 32."""

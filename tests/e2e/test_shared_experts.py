@@ -19,8 +19,8 @@ from pelton.errors import ConfigError
 from pelton.messages.outputs import EngineOutputs
 from pelton.testing.models import make_tiny_checkpoint
 
-NUM_TOKENS = 16
-LENGTHS = (1, 5, 16, 33, 129, 200)
+NUM_TOKENS = 10
+LENGTHS = (1, 9, 16, 33, 125, 200)  # half of the prompts go on over an end of a block
 TWO = {"data_parallel_size": 2, "enable_expert_parallel": True}
 
 

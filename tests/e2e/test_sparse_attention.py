@@ -14,7 +14,7 @@ from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, 
 from pelton.errors import ConfigError
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 
-NUM_TOKENS = 24
+NUM_TOKENS = 17
 LENGTHS = (3, 17, 40, 90, 200)
 TOP_K = 16
 

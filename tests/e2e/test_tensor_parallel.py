@@ -32,8 +32,8 @@ from pelton.errors import ConfigError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton.testing.models import make_tiny_checkpoint
 
-NUM_TOKENS = 16
-LENGTHS = (1, 5, 16, 33, 129, 200)
+NUM_TOKENS = 10
+LENGTHS = (1, 9, 16, 33, 125, 200)  # half of the prompts go on over an end of a block
 # All tokens kept and a window, latents with experts, caches that layers share. All families with the shares of two ranks:
 # plugins/models/test_sharding.py.
 FAMILIES = ("gemma3", "deepseek_v3_moe", "gemma4")

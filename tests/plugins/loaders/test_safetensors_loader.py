@@ -173,9 +173,9 @@ print((peak() - base) / sum(tensor.nbytes for tensor in kept))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("num_shards", [1, 2])
-def test_peak_memory_stays_under_1_3_times_the_weights(tmp_path, num_shards):
-    """192 MiB of weights, in a process of its own, which has no other peak."""
+def test_peak_memory_stays_under_1_3_times_the_weights(tmp_path):
+    """192 MiB of weights in two files, in a process of its own, which has no other peak. One whole file beside them is too much."""
+    num_shards = 2
     names = [f"w{index:02d}" for index in range(24)]
     each = torch.ones(4096, 1024, dtype=torch.bfloat16)
     size = len(names) // num_shards

@@ -24,7 +24,7 @@ from pelton_plugins.weight_forms.block_writing import quantize as to_blocks
 from pelton_plugins.weight_forms.blocks import split_blocks
 
 pytestmark = pytest.mark.usefixtures("forks")
-NUM_TOKENS = 16
+NUM_TOKENS = 10
 LENGTHS = (1, 17, 40)
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96}
 KEPT = [
