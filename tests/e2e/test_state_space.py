@@ -147,7 +147,9 @@ def _continued(path: str, prompt: list[int], guess: list[int]) -> tuple[list[int
     while len(ids) < NUM_TOKENS:
         tried = guess[len(ids) : -1]
         with torch.inference_mode():
-            logits = _of_transformers(path)(input_ids=torch.tensor([[*prompt, *ids, *tried]]), use_cache=False).logits[0]
+            logits = _of_transformers(path)(input_ids=torch.tensor([[*prompt, *ids, *tried]]), use_cache=False).logits[
+                0
+            ]
         best = logits[-1 - len(tried) :].topk(2)
         own = best.indices[:, 0].tolist()
         num_right = next((i for i, token in enumerate(tried) if token != own[i]), len(tried))

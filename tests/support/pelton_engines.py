@@ -1,4 +1,4 @@
-"""`pelton serve` over engine processes whose steps take 100 ms and no model, and clients of it."""
+"""`pelton serve` over engine processes whose steps take 150 ms and no model, and clients of it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pelton.testing import fake_engine
 
 ENGINE = "pelton.engine.process"
 API = "pelton_plugins.server.processes.api_process"
-LONG = 600
-"""Tokens of a stream that runs until the steps are hurried: a minute, of 100 ms each. All of them are then computed and sent."""
+LONG = 400
+"""Tokens of a stream that runs until the steps are hurried: a minute, of 150 ms each. All of them are then computed and sent."""
 
 
 class Serving:
@@ -113,7 +113,7 @@ class Stream(threading.Thread):
 
 def starter(folders: pytest.TempPathFactory, log: Path, *flags: str) -> Callable[..., AbstractContextManager[Serving]]:
     """What starts a server, with more flags and a script of what goes wrong in its engines."""
-    model = fake_engine.make_model_folder(folders.mktemp("model"), max_position_embeddings=2 * LONG)
+    model = fake_engine.make_model_folder(folders.mktemp("model"), max_position_embeddings=3 * LONG)
     site = fake_engine.install(folders.mktemp("site"))
     given = [
         "--load-format", "dummy", "--distributed-executor-backend", "fake_engine",
@@ -124,7 +124,7 @@ def starter(folders: pytest.TempPathFactory, log: Path, *flags: str) -> Callable
     @contextlib.contextmanager
     def start(*more: str, script: dict[str, object] | None = None, is_forked: bool = True) -> Iterator[Serving]:
         paths = {name: str(files / name) for name in ("hurry", "hold_start")}
-        plugin_config = {"fake_engine": {"step_s": 0.1, **paths, **(script or {})}}
+        plugin_config = {"fake_engine": {"step_s": 0.15, **paths, **(script or {})}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
             every = [*given, "--plugin-config", json.dumps(plugin_config), *more]

@@ -1,9 +1,10 @@
-"""`pelton serve -dp 2` over engine processes whose steps take 100 ms and no model: one port, figures by engine, and no engine that takes
+"""`pelton serve -dp 2` over engine processes whose steps take 150 ms and no model: one port, figures by engine, and no engine that takes
 the other's requests with it."""
 
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -47,20 +48,24 @@ def streams(running: Serving) -> list[Stream]:
 
 
 def test_requests_are_spread_and_counted_by_engine(server, log):
-    tokens, ends = "pelton_generation_tokens_total", "pelton_request_success_total"
-    before = [server.by_engine(name) for name in (tokens, ends)]
-    found = streams(server)
-    held = server.by_engine(RUNNING)
-    assert held == {"0": 2, "1": 2}
-    assert eventually(lambda: all(f"Engine 00{e}: running: {n:.0f}" in log.read_text() for e, n in held.items()))
-    server.end(found)
-    assert all(stream.is_whole for stream in found)
-    after = [server.by_engine(name) for name in (tokens, ends)]
-    gain = [
-        {engine: new[engine] - old.get(engine, 0) for engine in held} for old, new in zip(before, after, strict=True)
-    ]
-    assert gain == [{engine: LONG * count for engine, count in held.items()}, held]
-    assert eventually(lambda: server.by_engine(RUNNING) == {"0": 0, "1": 0})
+    names = "pelton_generation_tokens_total", "pelton_request_success_total"
+    before = [Counter(server.by_engine(name)) for name in names]
+    sent: Counter[str] = Counter()
+    held, even = {}, {"0": 2, "1": 2}
+    # An engine that a busy machine keeps from saying for 3 s that it lives gets no requests: then once more.
+    while held != even:
+        assert sent.total() < 12, f"requests are spread otherwise: {sent}"
+        found = streams(server)
+        held = server.by_engine(RUNNING)
+        sent.update(held)
+        if held == even:
+            assert eventually(lambda: all(f"Engine 00{engine}: running: 2" in log.read_text() for engine in even))
+        server.end(found)
+        assert all(stream.is_whole for stream in found)
+        assert eventually(lambda: server.by_engine(RUNNING) == {"0": 0, "1": 0})
+    # An API process that takes more than 2 s to tell its figures is left out of an answer: a later one has them.
+    tokens = Counter({engine: LONG * count for engine, count in sent.items()})
+    assert eventually(lambda: [server.by_engine(name) for name in names] == [before[0] + tokens, before[1] + sent])
 
 
 def test_a_client_that_hangs_up_frees_its_engine(server):

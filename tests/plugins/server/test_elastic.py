@@ -1,4 +1,4 @@
-"""`/scale_elastic_ep` over engine processes whose steps take 100 ms and no model: what clients see while engines come and leave."""
+"""`/scale_elastic_ep` over engine processes whose steps take 150 ms and no model: what clients see while engines come and leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server and an engine process of its own, whose steps take 100 ms and no model: deaths, ends, aborts."""
+"""The server and an engine process of its own, whose steps take 150 ms and no model: deaths, ends, aborts."""
 
 from __future__ import annotations
 
