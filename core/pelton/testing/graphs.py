@@ -33,8 +33,12 @@ class FakeGraph:
         for function, args, kwargs, results in self.ops:
             again = [leaf for leaf in tree_leaves(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
             for old, new in zip(results, again, strict=True):
-                if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                if _memory_of(old) != _memory_of(new):
                     old.copy_(new)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Capture(TorchDispatchMode):
@@ -65,7 +69,9 @@ class _Capture(TorchDispatchMode):
                     self.save(tensor)
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.graph.ops.append((func, args, kwargs or {}, tensors))
+        # A replay of a view gives the same memory again. (`reshape` and the like may copy.)
+        if not (func.is_view and all(_memory_of(tensor) == _memory_of(args[0]) for tensor in tensors)):
+            self.graph.ops.append((func, args, kwargs or {}, tensors))
         return result
 
 
