@@ -132,7 +132,7 @@ def gap_reference(family: str, path: str, prompts: list[list[int]], num_tokens: 
         model.to(device)
         _take_limit(model)
         with _soft_capped(model):
-            return _greedy_with_gaps(model, prompts, num_tokens, is_alone=is_alone)
+            return greedy_with_gaps(model, prompts, num_tokens, is_alone=is_alone)
 
     is_alone = "attention_chunk_size" in (Path(path) / "config.json").read_text()
     outputs, gaps = cached(path, [prompts, num_tokens, device, *(["alone"] if is_alone else [])], compute)
@@ -161,7 +161,7 @@ def _soft_capped(model: Any) -> Iterator[None]:
         yield
 
 
-def _greedy_with_gaps(
+def greedy_with_gaps(
     model: Any, prompts: list[list[int]], num_tokens: int, *, is_alone: bool
 ) -> tuple[list[list[int]], list[list[float]]]:
     """is_alone: without padding, which transformers' Llama 4 counts as positions (chunks, scales of queries)."""

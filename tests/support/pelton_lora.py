@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from pelton_e2e import greedy_with_gaps
+
 LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -39,21 +41,9 @@ def make_adapter(
 
 def greedy_with_gap(model: Any, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], float]:
     """Greedy ids of each prompt, and the smallest gap between the best two logits."""
-    import torch
-
-    outputs, gap = [], float("inf")
-    with torch.inference_mode():
-        for prompt in prompts:
-            ids, cache, out = torch.tensor([prompt]), None, list[int]()
-            for _ in range(num_tokens):
-                step = model(input_ids=ids, past_key_values=cache, use_cache=True)
-                cache = step.past_key_values
-                best = step.logits[0, -1].float().topk(2)
-                gap = min(gap, float(best.values[0] - best.values[1]))
-                out.append(int(best.indices[0]))
-                ids = torch.tensor([[out[-1]]])
-            outputs.append(out)
-    return outputs, gap
+    is_alone = getattr(model.config, "attention_chunk_size", None) is not None
+    outputs, gaps = greedy_with_gaps(model, prompts, num_tokens, is_alone=is_alone)
+    return outputs, min(min(row) for row in gaps)
 
 
 def merged_checkpoint(

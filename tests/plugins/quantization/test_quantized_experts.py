@@ -72,8 +72,18 @@ BLOCKS = {
 } | {"awq": ("q4_1", None), "packed-zeros": ("q4_1", None)}
 
 
+_written = {}
+
+
 def write_both(folder, family, settings, make, **sizes):
-    """The checkpoint whose experts are quantized, and one that has what they say."""
+    """The checkpoint whose experts are quantized, and one that has what they say: in the folder of the first test that asks for them."""
+    key = make, repr((family, settings, sizes))
+    if key not in _written:
+        _written[key] = _write_both(folder, family, settings, make, **sizes)
+    return _written[key]
+
+
+def _write_both(folder, family, settings, make, **sizes):
     plain, packed = folder / "plain", folder / "packed"
     make_tiny_checkpoint(plain, family, with_tokenizer=False, **(SIZES | sizes))
     shutil.copytree(plain, packed)
