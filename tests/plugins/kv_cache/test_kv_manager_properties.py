@@ -123,7 +123,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+TestManager.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("kinds", sorted(LAYER_KINDS))

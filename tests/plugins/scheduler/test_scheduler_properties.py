@@ -206,7 +206,7 @@ def remote_tokens(name: str) -> int | None:
 @example(1971)
 @example(11064)
 @example(110965)
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32))
 def test_random_operations_hold_every_invariant(seed: int) -> None:
     _ASKED.clear()
@@ -215,7 +215,7 @@ def test_random_operations_hold_every_invariant(seed: int) -> None:
     campaign.check()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32))
 def test_random_operations_over_states_hold_every_invariant(seed: int) -> None:
     campaign = Campaign(seed, has_states=True)
