@@ -17,6 +17,7 @@ from typing import Any
 import pelton_checkpoints
 import pelton_references
 import pytest
+from hypothesis import HealthCheck, settings
 from pelton_covering import covering
 from pelton_e2e import serving
 from pelton_forked import AnyForkingPopen, forked_starts
@@ -39,6 +40,10 @@ if _why_no_cuda():
 
 
 pelton_checkpoints.keep()  # before a test's file imports the function
+
+# The first draw of a process reads the constants of all modules, which takes seconds on a busy machine.
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,13 +99,13 @@ _starts_in_file: list[int] = []
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_collections() -> Iterator[None]:
-    """Thousands of tests and what they import live as long as the session does. Of the engines that start one in eight looks at all
-    of a file's objects, so that the memory of those before comes back; the others at young objects alone.
+    """Thousands of tests and what they import live as long as the session does. Of the engines that start one in 32 looks at all of
+    a file's objects, so that the memory of those before comes back; the others at none.
 
     The collector itself is tested in core/utils/test_garbage.py."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 50, 1000)  # with Python's own a fifth of what is left of the collector's time
+    gc.set_threshold(10_000, 50, 1000)  # what comes and goes has no cycles, mostly
     plain = {name: getattr(gc, name) for name in ("get_threshold", "set_threshold", "isenabled", "disable", "enable")}
     with pytest.MonkeyPatch.context() as patch:
         nothing = lambda: None  # noqa: E731
@@ -163,6 +168,14 @@ def known_entry_points() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugins, "_entry_points", found)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tiny checkpoints are made once (pelton_checkpoints.py)."""
+    pelton_checkpoints.folder = tmp_path_factory.mktemp("checkpoints")
+    yield
+    pelton_checkpoints.folder = None
 
 
 @pytest.fixture(scope="session", autouse=True)

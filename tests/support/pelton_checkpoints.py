@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import functools
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from pelton.testing import models
 
+folder: Path | None = None
+"""Set at the start of a session; None: nothing is kept."""
+
 _make = models.make_tiny_checkpoint
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="pelton-checkpoints-")
-
-
 _kept: dict[str, Path] = {}
 
 
@@ -27,13 +22,11 @@ def make_tiny_checkpoint(path: str | Path, *given: Any, **named: Any) -> Path:
     key, path = repr((given, sorted(named.items()))), Path(path)
     if key in _kept:
         shutil.copytree(_kept[key], path, dirs_exist_ok=True)
-    elif path.exists():  # what else is there is nobody else's
-        return _make(path, *given, **named)
-    else:
-        _make(path, *given, **named)
-        kept = Path(_folder().name) / str(len(_kept))
-        shutil.copytree(path, kept)
-        _kept[key] = kept
+        return path
+    is_own = folder is not None and not path.exists()  # what else is there belongs to someone else
+    _make(path, *given, **named)
+    if folder is not None and is_own:
+        _kept[key] = Path(shutil.copytree(path, folder / str(len(_kept))))
     return path
 
 
