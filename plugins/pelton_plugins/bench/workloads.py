@@ -55,9 +55,10 @@ def table_workloads(vocab_size: int) -> dict[str, Workload]:
     prompts = [tokens(rng.randint(100, 1024)) for _ in range(256)]
     found.append(Workload("nano256", prompts, [rng.randint(100, 1024) for _ in range(256)]))
     prompts = [tokens(_log_normal(rng, 160, 1.0, 8, 2000)) for _ in range(1000)]
-    found.append(Workload("sharegpt", prompts, [_log_normal(rng, 180, 0.8, 8, 1000) for _ in range(1000)]))
+    chats = Workload("sharegpt", prompts, [_log_normal(rng, 180, 0.8, 8, 1000) for _ in range(1000)])
+    found.append(chats)
     found.append(Workload("prefill", [tokens(2048) for _ in range(64)], [1] * 64))
-    found += [*_many_chats(found[-2]), *_further(vocab_size), *_sampling(vocab_size)]
+    found += [*_many_chats(chats), *_further(vocab_size), *_sampling(vocab_size)]
     return {workload.name: workload for workload in found}
 
 

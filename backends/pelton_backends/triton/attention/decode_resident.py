@@ -140,14 +140,15 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
     products, with heads of 128: 32 rows of 256 tokens and 8 kv heads 10.5 us for 11.7, with three drafts each 11.9 for 14.3; 128 rows of
     150 and 250 tokens and 4 kv heads 12.8 and 17.9 for 16.5 and 22.6; groups of 8 are not cut, 200 tokens 15.4 for 21.2.
 
-    That was with two warps a program, of 32 keys each. Four of 16 keys take less at every length: whole steps of Qwen3-0.6B with 32 rows
-    of 256 tokens 886.7 us for 899.4, 100 to 400 tokens 869 for 905, log-normal lengths 1,341 for 1,539, 2,000 tokens 2,316 for 2,332.
-    Rows with three drafts, beside QKV's 64 programs, take 1,096.7 us with two chunks on their way and 1,113.5 with three (256 tokens).
+    That was with two warps a program, of 32 keys each. Four of 16 keys take less at every length tried: whole steps of Qwen3-0.6B with 32
+    rows of 256 tokens 886.7 us for 899.4, 100 to 400 tokens 869 for 905, log-normal lengths 1,341 for 1,539, 2,000 tokens 2,316 for
+    2,332. Rows with three drafts, beside QKV's 64 programs, take 1,096.7 us with two chunks on their way and 1,113.5 with three (256
+    tokens).
 
     96 to 132 pairs, a token a row, have a multiprocessor each, and 128 keys at a time. Whole steps of eight layers, us less than by
     `decode_kernel`: 32 rows of 4 kv heads 27, 19 and 32 of 712, 735 and 925 (150, 400 and 2,000 tokens), 9 to 20 where lengths differ, 24
-    rows 14 to 24; 16 rows of 8 kv heads (the 8B) 14 to 32 of 1,213 to 1,428. Of the 0.6B's 28 layers 26 to 53 of 736 to 1,507; log-normal
-    lengths +6 of 857, one of 2,000 tokens among 150 +19 of 807. One row is 5 to 18 % slower so.
+    rows 14 to 24; 16 rows of 8 kv heads (the 8B) 14 to 32 of 1,213 to 1,428. Of the 0.6B's 28 layers, equal lengths, 26 to 53 of 736 to
+    1,507; log-normal lengths +6 of 857, one of 2,000 tokens among 150 +19 of 807. Steps of one row are 1 to 17 % slower so.
 
     Of 34 to 66 rows of 8 kv heads equal ones are faster here (64 of 256 tokens 17.6 for 22.3), but lengths that differ much are not
     (log-normal 36.3 for 34.4), nor are those of more pairs, with eight programs a multiprocessor (74.0 for 65.5).
@@ -207,16 +208,8 @@ def deal_resident(
         alignment(seq_lens, query_start_loc, block_table, shares),
     )  # fmt: skip
     arguments = (
-        seq_lens,
-        query_start_loc,
-        block_table,
-        shares,
-        block_table.stride(0),
-        num_rows,
-        shape.uneven,
-        shape.short,
-        _START,
-    )
+        seq_lens, query_start_loc, block_table, shares, block_table.stride(0), num_rows, shape.uneven, shape.short, _START,
+    )  # fmt: skip
     _launch_deal(key, (shape.programs,), arguments, constants, num_warps=1, **launch_options(pdl))
 
 

@@ -1,8 +1,8 @@
 """`split_k.multiply` for Hopper, in Gluon: a program's weights are on their way into its shared memory before its inputs exist.
 
 Triton decides itself when a pipelined loop's first loads are made: after the wait for the kernel before. Here the copy
-engine fills the weight buffers first, and only the rows of x are fetched after the wait. Results are to be evicted from L2 last: weights
-streaming by pushed them out, and each write between reads costs the memory time.
+engine fills the weight buffers first, and only the rows of x are fetched after the wait. Results are to be evicted from L2 last,
+which is faster: weights streaming by probably pushed them out before, and memory had writes between its reads.
 """
 
 from __future__ import annotations

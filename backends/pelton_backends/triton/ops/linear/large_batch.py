@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # busy (`share_of_work`): see there.
 MOST_KEPT_ROWS = 256
 """Rows of a step whose products stream their weights: what is written for the next kernel says that it is to be evicted last, as do their
-results. Weights streaming by had pushed it out of L2 (8B, a layer: 123 us for 127 with 32 rows, 167 for 171 with 128)."""
+results. Weights streaming by probably pushed it out of L2 (8B, a layer: 123 us for 127 with 32 rows, 167 for 171 with 128)."""
 MIN_ROWS = 1024
 MIN_SHARE = 0.9
 MIN_GATED_SHARE = 0.85
