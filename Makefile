@@ -62,7 +62,7 @@ $(STAMPS)/torch: $(STAMPS)/venv
 		echo "==> installing $(TORCH) for the CUDA device"; $(PIP) install $(PIP_FLAGS) "$(TORCH)"; \
 	else \
 		echo "==> installing $(TORCH), the CPU build (no CUDA device here)"; \
-		$(PIP) install $(PIP_FLAGS) "$(TORCH)+cpu" 2>/dev/null || { \
+		{ $(PIP) install --dry-run --no-deps "$(TORCH)+cpu" >/dev/null 2>&1 && $(PIP) install $(PIP_FLAGS) "$(TORCH)+cpu"; } || { \
 			echo "==> no CPU build found: installing the default one (see the top of the Makefile)"; $(PIP) install $(PIP_FLAGS) "$(TORCH)"; }; \
 	fi
 	@touch $@
