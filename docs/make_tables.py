@@ -547,10 +547,12 @@ def project_frames(skipped: int) -> list[tuple[str, str]]:
     frame: FrameType | None = sys._getframe(skipped)
     calls: list[tuple[str, str]] = []
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        place = next((index for index, part in enumerate(path.parts) if part in TREES), None)
-        if place is not None:
-            calls.append(("/".join(path.parts[place:]), frame.f_code.co_qualname))
+        tree = frame.f_globals["__name__"].partition(".")[
+            0
+        ]  # not by the path, where the checkout's own name may be a tree's
+        if tree in TREES:
+            _, _, file = frame.f_code.co_filename.rpartition(f"/{tree}/")
+            calls.append((f"{tree}/{file}", frame.f_code.co_qualname))
         frame = frame.f_back
     return calls[::-1]
 
