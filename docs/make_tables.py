@@ -547,9 +547,8 @@ def project_frames(skipped: int) -> list[tuple[str, str]]:
     frame: FrameType | None = sys._getframe(skipped)
     calls: list[tuple[str, str]] = []
     while frame is not None:
-        tree = frame.f_globals["__name__"].partition(".")[
-            0
-        ]  # not by the path, where the checkout's own name may be a tree's
+        # Not by the path, where the checkout's own name may be a tree's.
+        tree = frame.f_globals["__name__"].partition(".")[0]
         if tree in TREES:
             _, _, file = frame.f_code.co_filename.rpartition(f"/{tree}/")
             calls.append((f"{tree}/{file}", frame.f_code.co_qualname))
