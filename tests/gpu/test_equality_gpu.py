@@ -28,7 +28,7 @@ PIECES = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE)
 
 
 def engine(reference: GapReference, **settings: Any) -> LLM:
-    return make_llm(reference.path, **({"device": "cuda"} | settings))
+    return make_llm(reference.path, **({"device": "cuda", "kv_cache_memory_bytes": 2**26} | settings))
 
 
 @pytest.fixture

@@ -142,6 +142,7 @@ E4M3 = {
     "down in e4m3": (fp8.Fp8Linear, (1, 3072, 1024), {"norm": False}),
     "large gate and up in e4m3": (fp8.Fp8AddNormGatedLinear, (1, 1024, 17408), GATED),
     "down of 32 rows in e4m3": (fp8.Fp8Linear, (32, 3072, 1024), {"norm": False}),
+    "32 normed rows in e4m3": (fp8.Fp8AddNormLinear, (32, 3072, 1024), {}),
     "one row of a long matrix in e4m3": (fp8.Fp8Linear, (1, 14336, 4096), {"norm": False}),
 }
 ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {

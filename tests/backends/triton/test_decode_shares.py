@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pelton_backends.triton.attention.decode_shares import chunk_behind_new
 from pelton_backends.triton.attention.decode_streamed import lay_out, piece_at
 
 N, MAX_PIECES = 16, 64
@@ -100,3 +101,16 @@ def test_rows_of_one_length_are_cut_in_the_middle(device: torch.device) -> None:
 
 def test_no_rows_are_no_work(device: torch.device) -> None:
     assert deal([0, 0, 0], 2, 5, device) == [[]] * 5
+
+
+@triton.jit
+def behind_new_kernel(chunks, num_splits):
+    tl.store(chunks + tl.program_id(0), chunk_behind_new(tl.program_id(0), num_splits))
+
+
+@pytest.mark.parametrize(("num_splits", "expected"), [(0, [0]), (1, [0]), (3, [2, 0, 1])])
+def test_new_tokens_come_before_the_first_chunk(device: torch.device, num_splits: int, expected: list[int]) -> None:
+    """A row left out begins with its first chunk: its table has nothing before it."""
+    chunks = torch.full((len(expected),), -7, dtype=torch.int32, device=device)
+    behind_new_kernel[(len(expected),)](chunks, num_splits)
+    assert chunks.tolist() == expected

@@ -26,7 +26,13 @@ WITH_ADAPTERS = (
 )  # fmt: skip
 OF_8B_WITH_ADAPTERS = "O of 32 rows with adapters"
 OF_PROMPTS = ("QKV of prompts with adapters", "gate and up of prompts with adapters")
-IN_E4M3 = ("gate and up in e4m3", "down in e4m3", "large gate and up in e4m3", "down of 32 rows in e4m3")
+IN_E4M3 = (
+    "gate and up in e4m3",
+    "down in e4m3",
+    "large gate and up in e4m3",
+    "32 normed rows in e4m3",
+    "down of 32 rows in e4m3",
+)
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (
@@ -216,7 +222,8 @@ def test_nothing_is_written_before_the_wait(chain: list[dict[str, Any]]) -> None
 def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers(bfloat16: Kernels) -> None:
     kernels = bfloat16(*IN_E4M3)
     assert [kernel["kernel"] for kernel in kernels] == [
-        "fp8_add_norm_linear_kernel", "fp8_linear_kernel", "one_row_kernel", "_round_kernel", "multiply_kernel",
+        "fp8_add_norm_linear_kernel", "fp8_linear_kernel", "one_row_kernel", "_add_norm_round_kernel",
+        "multiply_kernel", "_round_kernel", "multiply_kernel",
     ]  # fmt: skip
     for kernel in kernels:
         code = kernel["instructions"]

@@ -29,9 +29,11 @@ DTYPES = (torch.float16, torch.bfloat16)
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """Outputs and workspaces hold NaN before a kernel writes them."""
+    made = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full(*args, torch.nan, **kwargs)
+        tensor = made(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(split_k.torch, "empty", empty)
 

@@ -57,8 +57,9 @@ def share_of_row(
 
 @triton.jit
 def chunk_behind_new(split, num_splits):
-    """Which of a row's chunks a split begins with where the row's new tokens are dealt out as one too, before all others."""
-    return tl.where(split == 0, num_splits, split) - 1
+    """Which of a row's chunks a split begins with where the row's new tokens are dealt out as one too, before all others. A row left
+    out has no splits: none of its chunks is before its first, where its table does not reach."""
+    return tl.where(split == 0, tl.maximum(num_splits, 1), split) - 1
 
 
 @triton.jit(do_not_specialize=["num_rows"])

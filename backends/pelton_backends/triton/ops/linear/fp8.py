@@ -34,7 +34,7 @@ from pelton_backends.triton.ops.linear.gemv import HANDLES
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
-from pelton_backends.triton.ops.linear.large_batch import add_norm_row, gated
+from pelton_backends.triton.ops.linear.large_batch import add_norm_row, gated, kept_policy
 from pelton_backends.triton.ops.linear.mid_batch_tilings import choose_e4m3_tiling
 from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
@@ -96,13 +96,13 @@ def _add_norm_round_kernel(
     hidden_ptr, residual_ptr, sum_ptr, out_ptr, scales_ptr, input_scale_ptr, norm_ptr, post_norm_ptr,
     hidden_stride, residual_stride, sum_stride, eps, post_eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
-    BOUND: tl.constexpr, PDL: tl.constexpr,
+    BOUND: tl.constexpr, PDL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """`large_batch.add_norm`, its rows rounded."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     x = add_norm_row(
         hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride,
-        eps, post_eps, SIZE, BLOCK, UNIT_OFFSET, POST_UNIT_OFFSET, PDL,
+        eps, post_eps, SIZE, BLOCK, UNIT_OFFSET, POST_UNIT_OFFSET, PDL, KEPT,
     )  # fmt: skip
     _store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND)
 
@@ -157,6 +157,7 @@ def add_norm_rounded(
     constants = {
         "SIZE": size, "BLOCK": block, "UNIT_OFFSET": norm.unit_offset,
         "POST_UNIT_OFFSET": post_norm is not None and post_norm.unit_offset, "BOUND": bound, "PDL": pdl,
+        "KEPT": kept_policy(num_rows),
     }  # fmt: skip
     tensors = (hidden, residual, input_scale, norm.weight, post_norm and post_norm.weight)
     _launch_add_norm_round(

@@ -56,11 +56,16 @@ MIN_GATED_SHARE = 0.85
 MIN_SENT_SHARE = 0.75  # where results go to another rank on the way, which cuBLAS's do not
 
 
+def kept_policy(num_rows: int) -> str:
+    """Eviction policy of what so many rows write for the next kernel."""
+    return "evict_last" if num_rows <= MOST_KEPT_ROWS else ""
+
+
 @triton.jit
 def add_norm_row(
     hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride, eps, post_eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, UNIT_OFFSET: tl.constexpr, POST_UNIT_OFFSET: tl.constexpr,
-    PDL: tl.constexpr, KEPT: tl.constexpr = "",
+    PDL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """The normed row, zeros behind it. residual_ptr, post_norm_ptr may be None; sum_ptr None: the sum is not stored. KEPT: an eviction
     policy for it."""
@@ -138,7 +143,7 @@ def add_norm(
     block = triton.next_power_of_2(size)
     pdl = has_pdl(hidden.device)
     residual_stride = 0 if residual is None else residual.stride(0)
-    kept = "evict_last" if num_rows <= MOST_KEPT_ROWS else ""
+    kept = kept_policy(num_rows)
     key = (
         kept, hidden.dtype, hidden.device, norm_spec, post_spec, residual is None, hidden.stride(0), residual_stride,
         alignment(hidden, residual, norm, post_norm),
