@@ -57,7 +57,7 @@ class SpeculationArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Kinds of text: repeats, never repeats, misleads."""
     input_len: int = 128
     output_len: int = 256
-    """At least 2: a step's time is that of the tokens after the first."""
+    """At least 2: a step's time is that of the second half of the tokens, by the difference of two runs."""
     repeats: int = 3
     """Runs that count."""
     output_json: str | None = None
@@ -183,10 +183,11 @@ def measure(job: dict[str, Any], until_its_turn: Callable[[], object] = lambda: 
     arguments = msgspec.convert(job["arguments"], SpeculationArguments)
     with LLM(**job["settings"], disable_log_stats=False) as llm:
         until_its_turn()
+        half = arguments.output_len // 2
         vocab_size = llm.llm_engine.model.vocab_size
         for case in (case for case in reversed(CASES) if case in arguments.texts):
             for rows in arguments.rows:
-                seconds, firsts, ids, before = [], [], hashlib.sha256(), _counts(llm)
+                seconds, halves, ids, before = [], [], hashlib.sha256(), _counts(llm)
                 for repeat in range(arguments.repeats + 1):
                     draw = random.Random(f"{case} {rows} {repeat}").randrange
                     prompts, others = (
@@ -196,18 +197,18 @@ def measure(job: dict[str, Any], until_its_turn: Callable[[], object] = lambda: 
                     outputs, took = _timed(llm, prompts, greedy([arguments.output_len] * rows))
                     ids.update(json.dumps(outputs).encode())
                     seconds.append(took)
-                    firsts.append(_timed(llm, others, greedy([1] * rows))[1])
+                    halves.append(_timed(llm, others, greedy([half] * rows))[1])
                     if repeat == 0:
                         before = _counts(llm)
                 counts = {name: value - before[name] for name, value in _counts(llm).items()}
                 num_tokens = rows * arguments.output_len
-                took, first = statistics.median(seconds[1:]), statistics.median(firsts[1:])
-                num_decoded = rows * (arguments.output_len - 1) * arguments.repeats
+                took, took_half = statistics.median(seconds[1:]), statistics.median(halves[1:])
+                num_decoded = rows * (arguments.output_len + half - 2) * arguments.repeats
                 tokens_a_step = num_decoded / (num_decoded - counts["num_accepted_tokens"])
                 yield {
                     "case": case, "rows": rows, "out_tok_s": num_tokens / took, "tokens_a_step": tokens_a_step,
-                    "step_ms": (took - first) / (arguments.output_len - 1) * tokens_a_step * 1e3,
-                    "all_seconds": seconds[1:], "all_first_seconds": firsts[1:], "ids": ids.hexdigest(), **counts,
+                    "step_ms": (took - took_half) / (arguments.output_len - half) * tokens_a_step * 1e3,
+                    "all_seconds": seconds[1:], "all_half_seconds": halves[1:], "ids": ids.hexdigest(), **counts,
                 }  # fmt: skip
 
 
