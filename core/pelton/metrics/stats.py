@@ -64,15 +64,15 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     sleep_level: int = 0  # 0: awake
     num_corrupted_reqs: int = 0  # requests that ended because their row's values were not finite
 
-    def count_drafts(self, num_draft: int, num_accepted: int) -> None:
-        """Count one row whose drafts were verified."""
-        self.spec_num_drafts += 1
+    def count_drafts(self, num_draft: int, num_accepted: int, num_rows: int = 1) -> None:
+        """Count rows whose drafts were verified: of `num_draft` in all `num_accepted` a row were right."""
+        self.spec_num_drafts += num_rows
         self.spec_num_draft_tokens += num_draft
-        self.spec_num_accepted_tokens += num_accepted
+        self.spec_num_accepted_tokens += num_accepted * num_rows
         by_position = self.spec_num_accepted_by_position
         by_position.extend([0] * (num_accepted - len(by_position)))
         for position in range(num_accepted):
-            by_position[position] += 1
+            by_position[position] += num_rows
 
 
 @dataclass(slots=True)

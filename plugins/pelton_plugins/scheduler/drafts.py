@@ -76,6 +76,16 @@ class Drafts:
             return
         self.is_on = self._payoff.is_on(step_id) and all(request.only_samples for request in running)
 
+    @property
+    def is_told_each(self) -> bool:
+        """Return whether the host knows drafts of each request, and settles them one by one."""
+        return self._proposer is not None or self.are_told
+
+    @property
+    def num_untold(self) -> int:
+        """Return how many drafts each row may have that the device makes and the host never sees; 0: `for_row` has to be asked."""
+        return self._num_on_device if self.is_on and not self.is_told_each else 0
+
     def must_wait(self, request: RequestState) -> bool:
         """The host makes the request's next input, and needs the values of tokens that are pending."""
         return self._proposer is not None and request.num_pending > 0 and not self._is_paused(request)

@@ -1,6 +1,7 @@
 """The rows of running requests: a token each, or a chunk of a prompt, or drafts; first served is who ranks first.
 
-Nearly all rows of nearly all steps are a token whose block has room, or needs one more: those take short ways.
+Nearly all rows of nearly all steps are a token whose block has room, or needs one more, or a token and drafts that the device makes:
+those take short ways.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class RunningRows:
         self._drafts.begin(step.step_id, running)
         is_plain = step.is_ordered and not self._drafts.is_on
         shares = self._shares
+        num_draft = self._drafts.num_untold if step.is_ordered and shares is None else 0
         if shares is not None:
             shares.begin(step)
         step_id, ones, max_seq_len = step.step_id, step.ones, 0
@@ -71,7 +73,7 @@ class RunningRows:
             num_plain = len(ones) - num_ones
             step.ones_samples += [True] * num_plain
             step.budget -= num_plain
-            index += num_plain
+            index += num_plain + (self._serve_drafted(first, num_draft, step) if num_draft else 0)
             if index == len(running) or step.budget <= 0:
                 break
             request = running[index]
@@ -97,6 +99,31 @@ class RunningRows:
             # One that was preempted, or ended, has left its place to the next.
             index += is_served or (index < len(running) and running[index] is request)
         step.max_seq_len = max(step.max_seq_len, max_seq_len)
+
+    def _serve_drafted(self, first: int, num_draft: int, step: StepBuilder) -> int:
+        """Give a token and `num_draft` drafts to each request from the `first` on, as far as blocks have room for them and none comes to
+        its end; return to how many."""
+        width, many, step_id, longest = 1 + num_draft, step.many, step.step_id, step.max_seq_len
+        num_before = len(many)
+        for request in islice(self._table.running, first, first + step.budget // width):
+            last = request.num_tokens_with_pending + num_draft
+            if last >= request.fast_decode_until or request.grammar is not None:
+                break
+            request.num_computed_tokens = last
+            request.num_tokens_with_pending = last + 1
+            request.num_unconfirmed_tokens += num_draft
+            request.last_step_id = step_id
+            many.append(request)
+            if last > longest:
+                longest = last
+        count = len(many) - num_before
+        step.many_tokens += [width] * count
+        step.many_samples += [True] * count
+        step.many_num_draft += [num_draft] * count
+        step.many_draft_ids += [[] for _ in range(count)]
+        step.budget -= width * count
+        step.max_seq_len = longest
+        return count
 
     def _fail(
         self, request: RequestState, error: Exception, step: StepBuilder, num_appends: int, num_copies: int

@@ -1,6 +1,6 @@
 """Apply a step's result to the requests of its rows: tokens are appended, stops found, full blocks made findable.
 
-Nearly all rows of nearly all steps bring a token that ends nothing: those take a short way.
+Nearly all rows of nearly all steps bring a token that ends nothing, or several behind drafts: those take short ways.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ class StepResults:
         if step.output.grammar_rows:
             self._take_in_masked(step, result, errors, is_plain=is_plain)
             return
+        if step.output.num_draft and self._is_ordered and not (errors or result.prompt_logprobs or logprobs):
+            self._take_in_drafted(step, result)
+            return
         is_bare = is_plain and not logprobs
         make, tell = EngineOutput, outputs.append
         for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
@@ -107,6 +110,38 @@ class StepResults:
                 tell(EngineOutput(request.request_id, tokens))
             else:
                 self._settle(step, result, row, request, errors)
+
+    def _take_in_drafted(self, step: OpenStep, result: ModelOutput) -> None:
+        """The rows of a step with drafts, and without logprobs and errors: nearly all of them bring tokens that end nothing."""
+        scheduled, tell, are_told = step.output.num_draft, step.outputs.append, self._drafts.is_told_each
+        made = result.num_draft or scheduled
+        num_rows, num_made = [0] * (1 + max(scheduled)), [0] * (1 + max(scheduled))  # by how many were accepted
+        for row, request, tokens in zip(range(len(step.requests)), step.requests, result.token_ids, strict=True):
+            num_draft, known = scheduled[row], request.token_ids
+            if (
+                num_draft
+                and request.next_event_len > 0
+                and not are_told
+                and 0 < len(tokens) <= 1 + num_draft
+                and len(known) + len(tokens) < request.max_total_tokens
+                and request.stop_ids.isdisjoint(tokens)
+            ):
+                num_accepted = len(tokens) - 1
+                if made[row]:
+                    num_rows[num_accepted] += 1
+                    num_made[num_accepted] += made[row]
+                request.num_computed_tokens -= num_draft - num_accepted
+                request.num_tokens_with_pending -= num_draft - num_accepted
+                request.num_unconfirmed_tokens -= num_draft
+                known += tokens
+                if len(known) > request.next_event_len:  # they fill a block
+                    self.cache_and_plan(request, is_plain=True)
+                tell(EngineOutput(request.request_id, tokens))
+            else:
+                self._settle(step, result, row, request, {})
+        for num_accepted, count in enumerate(num_rows):
+            if count:
+                self._table.stats.count_drafts(num_made[num_accepted], num_accepted, count)
 
     def cache_filled(self) -> None:
         """Cache the blocks that the last step's tokens have filled. Before the next step is scheduled, or taken in."""
