@@ -16,6 +16,7 @@ from pelton_backends.reference.moe import ReferenceMoe
 from pelton_backends.triton.ops.moe import hopper, streamed
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
+from pelton_backends.triton.ops.moe.split import SplitRows
 
 pytestmark = pytest.mark.usefixtures("large_programs")
 
@@ -216,6 +217,95 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
     assert tensors.load is not None
     tensors.load.zero_()
     check_whole_experts(Sorted, needs, tensors, x, slots, counts=(1, needs.routing.num_experts - 1))
+
+
+@pytest.mark.parametrize("name", ["softmax", "corrected"])
+def test_sorted_rows_meet_weights_in_e4m3_as_sums_of_two(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, with torch in place of the product."""
+
+    def multiply(
+        x: SplitRows,
+        weight: torch.Tensor,
+        experts: torch.Tensor,
+        tile_rows: torch.Tensor,
+        num_tiles: torch.Tensor,
+        activation: str | None = None,
+        source: torch.Tensor | None = None,
+        weight_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert weight_scale is not None and weight.dtype == torch.float8_e4m3fn
+        high, low = x.rows.float().chunk(2, dim=1)
+        rows = (high + low) * x.inverse[:, None]
+        if source is not None:
+            rows = rows[source.clamp(0, len(rows) - 1)]
+        out = torch.full((len(rows), weight.shape[1]), torch.nan, dtype=x.dtype, device=device)
+        for tile in range(int(num_tiles)):
+            expert, place = experts[tile], tile * hopper.ROWS
+            scaled = weight[expert].float() * weight_scale[expert]
+            count = min(int(tile_rows[tile]), hopper.ROWS)
+            out[place : place + count] = (rows[place : place + count] @ scaled.T).to(x.dtype)
+        gate, up = out.chunk(2, dim=-1)
+        return out if activation is None else torch.nn.functional.silu(gate) * up
+
+    class Sorted(TritonMoe):
+        @staticmethod
+        def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
+            op = TritonMoe.bind(needs, tensors)
+            op._is_sorted = op._splits_rows = True  # type: ignore[attr-defined]
+            return op
+
+    monkeypatch.setattr(hopper, "experts_matmul", multiply)
+    monkeypatch.setattr(hopper, "ROWS", 4)
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.BANDS", (4, 8, 16))
+    needs, tensors, x, slots = moe_case(
+        device, ROUTINGS[name], 40, torch.bfloat16, sizes=(96, 64), weight_format="e4m3"
+    )
+    want = ReferenceMoe.bind(needs, tensors)(x.clone(), slots).float()
+    op = Sorted.bind(needs, tensors)
+    for _ in range(2):  # what the first call leaves behind does no harm
+        got = op(x, slots).float()
+        assert not got[slots < 0].any()
+        assert (((got - want).norm(dim=1) / want.norm(dim=1))[slots >= 0] < 0.015).float().mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    "form, splits",
+    [({"weight_format": "e4m3"}, True), ({}, False), ({"weight_format": "e4m3", "group_size": 32}, False),
+     ({"weight_format": "mxfp4"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_whose_rows_are_sums_of_two(form: dict[str, Any], splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.is_hopper", lambda device: True)
+    routing = RoutingSpec(num_experts=6, top_k=2)
+    for dtype, sizes, expected in (
+        (torch.bfloat16, (256, 128), splits),
+        (torch.float32, (256, 128), False),
+        (torch.bfloat16, (192, 128), False),
+    ):
+        needs, tensors, *_ = moe_case(torch.device("cpu"), routing, 2, dtype, sizes=sizes, **form)
+        assert TritonMoe.bind(needs, tensors)._splits_rows == expected  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [600, 2500])
+def test_sorted_experts_in_e4m3_stay_near(num_tokens: int, device: torch.device) -> None:
+    """As `test_streamed_experts_stay_near`, with rows of very different sizes."""
+    routing = RoutingSpec(num_experts=64, top_k=4)
+    needs, tensors, x, slots = moe_case(
+        device, routing, num_tokens, torch.bfloat16, sizes=(2048, 384), weight_format="e4m3"
+    )
+    x *= torch.logspace(-3, 3, num_tokens, device=device)[torch.randperm(num_tokens, device=device), None].to(x.dtype)
+    for _ in range(2):
+        op = TritonMoe.bind(needs, tensors)
+        assert op._splits_rows  # type: ignore[attr-defined]
+        want = ReferenceMoe.bind(needs, tensors)(x.clone(), slots).float()
+        got = op(x, slots).float()
+        assert not got[slots < 0].any()
+        off = ((got - want).norm(dim=1) / want.norm(dim=1))[slots >= 0]
+        assert (off < 0.015).float().mean() > 0.95
+        tensors.router.zero_()
 
 
 class Streamed(TritonMoe):

@@ -107,7 +107,7 @@ def activated_tile(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(half, weight_scale, of_rows, column, end):
+def scaled_half(half, weight_scale, of_rows, column, end):
     """Numbers of 128 columns from `column` on, times their scales and those of their rows."""
     columns = column + gl.arange(0, _HALF, gl.SliceLayout(0, half.type.layout))
     of_columns = gl.load(weight_scale + gl.minimum(columns, end - 1))
@@ -254,8 +254,8 @@ def _multiply(
                         pending = row // _ROWS
             else:
                 if x_scale is not None:
-                    first = _scaled(first, weight_scale, of_rows, column * _HALF, size)
-                    second = _scaled(second, weight_scale + size, of_rows, column * _HALF, size)
+                    first = scaled_half(first, weight_scale, of_rows, column * _HALF, size)
+                    second = scaled_half(second, weight_scale + size, of_rows, column * _HALF, size)
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
                 store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
         turn += 1

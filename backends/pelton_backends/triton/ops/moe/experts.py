@@ -3,7 +3,7 @@
 Few tokens are organised by output rows: each program reads rows of the experts that one token chose. Of more, the choice itself lists
 each expert's pairs, so that its weights are read once for all its tokens, in tiles of its pairs; of many tokens the rows are sorted by
 expert, and both matrices are one product each (`hopper`). Packed weights are decoded as they are read (`packed`), or multiplied as they
-are (`streamed`), or, for a product over sorted rows, decoded all at once into memory of that call. All sizes of memory and of grids
+are (`streamed`, `split`), or, for a product over sorted rows, decoded all at once into memory of that call. All sizes of memory and of grids
 follow from the number of tokens, so that a captured step serves whatever is chosen; a tile that no expert has ends at once.
 """
 
@@ -18,6 +18,7 @@ import triton
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.gemv import DTYPES, inner_contiguous
 from pelton_backends.triton.ops.moe import choose, hopper, kernels, packed, streamed
+from pelton_backends.triton.ops.moe.split import split
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, is_hopper
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
@@ -165,6 +166,10 @@ class BoundMoe:
             and experts.hidden_size % hopper.STEP == experts.intermediate_size % 8 == 0
             and (not self._is_plain or alignment(*tensors.experts.values()) == 0)
         )  # fmt: skip
+        self._splits_rows = (
+            self._is_sorted and experts.weight_format == "e4m3" and experts.group_size is None
+            and hopper.can_split(experts.hidden_size, experts.intermediate_size) and alignment(*tensors.experts.values()) == 0
+        )  # fmt: skip
         self._is_streamed = (
             is_hopper(device) and needs.dtype in ("bfloat16", "float16") and not routing.scales_input
             and not experts.has_bias and experts.activation in ACTIVATIONS and experts.weight_format in ("plain", "e4m3")
@@ -176,7 +181,7 @@ class BoundMoe:
         if num_tokens == 0:
             return torch.empty_like(x)
         x = inner_contiguous(x)
-        if num_tokens > BANDS[-1] and self._is_sorted and num_tokens * x.stride(0) < 2**31:
+        if num_tokens > BANDS[-1] and self._is_sorted and 2 * num_tokens * x.stride(0) < 2**31:
             x = x if _is_copied_fast(x) else x.clone(memory_format=torch.contiguous_format)
             return self._sorted(x, slot_mapping)
         return self.routed(x, slot_mapping, self._logits(x))
@@ -397,8 +402,14 @@ class BoundMoe:
         )  # fmt: skip
         activation = str(self._activation["ACTIVATION"])
         tiles = tile_expert, tile_rows, num_tiles
-        inner = hopper.experts_matmul(x, self._decoded("gate_up", x), *tiles, activation, source)
-        pairs = hopper.experts_matmul(inner, self._decoded("down", x), *tiles)
+        if self._splits_rows:
+            weights = self._weights
+            first, second = weights["gate_up_scale"], weights["down_scale"]
+            inner = hopper.experts_matmul(split(x), weights["gate_up"], *tiles, activation, source, first)
+            pairs = hopper.experts_matmul(split(inner, num_tiles, rows), weights["down"], *tiles, weight_scale=second)
+        else:
+            inner = hopper.experts_matmul(x, self._decoded("gate_up", x), *tiles, activation, source)
+            pairs = hopper.experts_matmul(inner, self._decoded("down", x), *tiles)
         return self._combined(x, pairs, experts, places, shares)
 
     def _decoded(self, name: str, like: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ def _split_rows(
         for k in gl.static_range(1, NUM_LINES):
             most = gl.maximum(most, gl.abs(pieces[k].to(gl.float32)))
         exponent = gl.max(most, 1).to(gl.int32, bitcast=True) >> 23
-        power = gl.where(exponent == 255, 0x7FC00000, gl.minimum(261 - exponent, 254) << 23)
+        power = gl.where(exponent == 255, 0x7FC00000, gl.minimum(261 - exponent, 253) << 23)
         scale = power.to(gl.float32, bitcast=True)  # the largest becomes 128 to 256
         inverse.slice(first, _SPLIT_ROWS).store((gl.maximum(exponent - 7, 1) << 23).to(gl.float32, bitcast=True))
         for k in gl.static_range(NUM_LINES):
