@@ -3,8 +3,8 @@
 Few tokens are organised by output rows: each program reads rows of the experts that one token chose. Of more, the choice itself lists
 each expert's pairs, so that its weights are read once for all its tokens, in tiles of its pairs; of many tokens the rows are sorted by
 expert, and both matrices are one product each (`hopper`). Packed weights are decoded as they are read (`packed`), or multiplied as they
-are (`streamed`, `split`), or, for a product over sorted rows, decoded all at once into memory of that call. All sizes of memory and of grids
-follow from the number of tokens, so that a captured step serves whatever is chosen; a tile that no expert has ends at once.
+are (`streamed`, `split`), or, for a product over sorted rows, decoded all at once into memory of that call. All sizes of memory and
+grids follow from the number of tokens, so that a captured step serves whatever is chosen; a tile that no expert has ends at once.
 """
 
 from __future__ import annotations
