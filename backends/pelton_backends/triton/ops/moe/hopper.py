@@ -51,10 +51,11 @@ def _copy(
     x, weight, tile_expert, left, low, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
     IS_GATED: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp, as far ahead as there are buffers, and into the next tile. low: buffers of the second numbers of sums, or None."""
+    """The copying warp, as far ahead as there are buffers, and into the next tile. low: buffers of the second numbers of sums in e4m3."""
+    IS_SPLIT: gl.constexpr = left.dtype.primitive_bitwidth == 8
     STAGES: gl.constexpr = left.shape[0]
     STEP: gl.constexpr = left.shape[2]
-    BYTES: gl.constexpr = (_ROWS + _COLUMNS if low is None else 2 * _ROWS + _COLUMNS) * _STEP_BYTES
+    BYTES: gl.constexpr = (2 * _ROWS + _COLUMNS if IS_SPLIT else _ROWS + _COLUMNS) * _STEP_BYTES
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, column = tile // num_columns, tile % num_columns
@@ -65,7 +66,7 @@ def _copy(
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(barrier, BYTES)
             tma.async_copy_global_to_shared(x, [row * _ROWS, k * STEP], barrier, left.index(stage))
-            if low is not None:  # they lie behind the first numbers of the whole row
+            if IS_SPLIT:  # they lie behind the first numbers of the whole row
                 tma.async_copy_global_to_shared(x, [row * _ROWS, (num_steps + k) * STEP], barrier, low.index(stage))
             if IS_GATED:  # 128 columns of the result: as many rows of gate, and as many of up
                 gate, up = right.index(stage).slice(0, _HALF), right.index(stage).slice(_HALF, _HALF)
@@ -84,6 +85,7 @@ def _gather(
     weight_rows,
 ):  # fmt: skip
     """Four warps in place of `_copy`: rows of x are wherever `source` says, and the copy engine cannot gather."""
+    IS_SPLIT: gl.constexpr = left.dtype.primitive_bitwidth == 8
     STAGES: gl.constexpr = left.shape[0]
     STEP: gl.constexpr = left.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [4, 1], [1, 0])
@@ -105,7 +107,7 @@ def _gather(
             tma.async_copy_global_to_shared(weight, [first + column * _HALF, k * STEP], barrier, gate)
             tma.async_copy_global_to_shared(weight, [first + size + column * _HALF, k * STEP], barrier, up)
             async_copy.async_copy_global_to_shared(left.index(stage), x + k * STEP + offsets, mask=is_row[:, None])
-            if low is not None:
+            if IS_SPLIT:
                 second = x + (num_steps + k) * STEP
                 async_copy.async_copy_global_to_shared(low.index(stage), second + offsets, mask=is_row[:, None])
             async_copy.mbarrier_arrive(barrier, increment_count=False)
@@ -147,7 +149,7 @@ def _multiply(
 ):
     """A warp group: its 64 rows of every tile, unless no pair has one of them."""
     STAGES: gl.constexpr = left.shape[0]
-    IS_SPLIT: gl.constexpr = low is not None
+    IS_SPLIT: gl.constexpr = left.dtype.primitive_bitwidth == 8
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32 if IS_SPLIT else 16])
     dtype: gl.constexpr = out.dtype
     step = 0
@@ -221,8 +223,8 @@ def experts_matmul_kernel(
 ):
     """Persistent: programs take tiles in turn, columns first. `size` columns of the result, `weight_rows` of the weight an expert."""
     IS_GATHERED: gl.constexpr = source is not None
-    IS_SPLIT: gl.constexpr = inverse is not None
     BITS: gl.constexpr = weight.dtype.primitive_bitwidth
+    IS_SPLIT: gl.constexpr = BITS == 8
     STEP: gl.constexpr = _STEP_BYTES * 8 // BITS
     STAGES: gl.constexpr = _SPLIT_STAGES if IS_SPLIT else _STAGES
     TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
@@ -232,7 +234,7 @@ def experts_matmul_kernel(
     num_tiles = gl.load(num_tiles_ptr) * num_columns
     num_steps = (in_features + STEP - 1) // STEP
     left = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, STEP], LINES)
-    low = None
+    low = left
     if IS_SPLIT:
         low = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, STEP], LINES)
     right = gl.allocate_shared_memory(weight.dtype, [STAGES, _COLUMNS, STEP], LINES)
