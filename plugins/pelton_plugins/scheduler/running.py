@@ -107,7 +107,7 @@ class RunningRows:
         num_before = len(many)
         for request in islice(self._table.running, first, first + step.budget // width):
             last = request.num_tokens_with_pending + num_draft
-            if last >= request.fast_decode_until or request.grammar is not None:
+            if last >= request.fast_decode_until:
                 break
             request.num_computed_tokens = last
             request.num_tokens_with_pending = last + 1
