@@ -949,6 +949,26 @@ def test_rejected_drafts_are_never_found_in_the_prefix_cache():
     assert harness.outputs["b"][0].num_cached_tokens == 34
 
 
+@OVERLAPS
+def test_rows_with_drafts_are_counted_and_cached_as_they_go(overlap):
+    """Of what open steps compute as many tokens are unconfirmed as they have drafts, and full blocks are found before the end."""
+    model = FakeModel()
+    harness = Harness(fake_model=model, block_size=4, num_draft_tokens=3, max_steps_in_flight=overlap)
+    harness.add(make_request("a", 5, 60))
+    most = 0
+    while harness.scheduler.has_unfinished_requests():
+        harness.step()
+        for state in harness.scheduler._table.running:
+            known = state.num_tokens
+            assert 0 <= state.num_unconfirmed_tokens <= 3 * overlap
+            assert state.num_confirmed_tokens < known + overlap
+            if known > 5:
+                assert state.num_cached_blocks == min(state.num_computed_tokens, known) // 4
+            most = max(most, state.num_cached_blocks)
+    assert most > 10
+    harness.run_and_check()
+
+
 def test_a_proposer_that_fails_costs_drafts_only():
     class Broken(FakeProposer):
         def propose(self, request_id, token_ids):
