@@ -969,6 +969,33 @@ def test_rows_with_drafts_are_counted_and_cached_as_they_go(overlap):
     harness.run_and_check()
 
 
+def test_drafts_that_a_device_did_not_find_are_not_counted(monkeypatch):
+    model = FakeModel()
+    harness = Harness(fake_model=model, num_draft_tokens=3, max_steps_in_flight=2)
+    update, made, accepted = harness.scheduler.update, [], []
+
+    def with_fewer(output, result):
+        counts = [max(len(tokens) - 1, 0) for tokens in result.token_ids]
+        result.num_draft = counts  # it found those that were right, and nothing else
+        made.extend(count for count in counts if count)
+        accepted.extend(counts)
+        return update(output, result)
+
+    monkeypatch.setattr(harness.scheduler, "update", with_fewer)
+    for index in range(3):
+        harness.add(make_request(f"r{index}", 5, 40))
+    rows, by_position = [0, 0, 0], [0, 0, 0]
+    while harness.scheduler.has_unfinished_requests():
+        harness.step()
+        stats = harness.scheduler.take_stats()
+        told = stats.spec_num_drafts, stats.spec_num_draft_tokens, stats.spec_num_accepted_tokens
+        rows = [sum(counts) for counts in zip(rows, told, strict=True)]
+        for place, count in enumerate(stats.spec_num_accepted_by_position):
+            by_position[place] += count
+    assert rows == [len(made), sum(made), sum(accepted)] and len(made) > 10
+    assert by_position == [sum(count > place for count in accepted) for place in range(3)]
+
+
 def test_a_proposer_that_fails_costs_drafts_only():
     class Broken(FakeProposer):
         def propose(self, request_id, token_ids):
