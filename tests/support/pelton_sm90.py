@@ -1,7 +1,7 @@
 """Compile kernels for compute capability 9.0, with a GPU or without; print what each takes, a line of JSON.
 
-    python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, ADAPTED, SAMPLING, of a method of Attention, or
-                                                    "experts in" or "products in" a format of theirs
+    python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, ADAPTED, SAMPLING, EVERY, of a method of Attention,
+                                                    "experts in" a format of theirs, or "launched": names of all kernels
     python pelton_sm90.py DTYPE KV_DTYPE NAME... -- --no-code DTYPE KV_DTYPE NAME...      several at once; some without instructions
 
 A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
@@ -28,6 +28,7 @@ from typing import Any
 import pelton_quick_end  # noqa: F401
 import torch
 from pelton_adapted import AdaptedCase
+from pelton_every_kernel import EVERY, launched_kernels
 from pelton_linear_oracle import make_case
 from pelton_moe_case import moe_case
 from pelton_sass import INSTRUCTION, unwritten
@@ -81,7 +82,6 @@ from pelton_backends.triton.attention.sparse_latent import sparse_latent_attenti
 from pelton_backends.triton.ops import drafted_inputs, inputs, pinned
 from pelton_backends.triton.ops import logits as head
 from pelton_backends.triton.ops.linear import (
-    coded,
     fp8,
     fp8_one_row,
     gemv,
@@ -513,19 +513,6 @@ def multiply_e4m3(dtype: str, name: str) -> None:
     case.call(op.bind(case.needs, case.tensors))
 
 
-def products_in(dtype: str, weight_format: str) -> None:
-    """All kernels that read codes of a table: of one row, of more, and of those that are decoded first."""
-    rows, size, out = 128, 4096, 1024
-    spec = LinearSpec(in_features=size, out_features=out, weight_format=weight_format)
-    tensors = {"codes": torch.empty(out, size // 2, dtype=torch.uint8), "scales": torch.empty(out, size // 64)}
-    matrix = coded.CodedMatrix(LinearWeights(spec, tensors))
-    x = torch.empty(rows, size, dtype=getattr(torch, dtype))
-    matrix.multiply_one(x[:1])
-    for num_rows in (32, rows):
-        matrix(x[:num_rows])
-    matrix.dequantized(slice(0, out), x.dtype)
-
-
 def experts(dtype: str, weight_format: str) -> None:
     """All kernels that read packed experts: of few pairs, of more, and of those that are decoded first."""
     routing = RoutingSpec(num_experts=8, top_k=2)
@@ -559,6 +546,14 @@ def streamed_experts(dtype: str) -> None:
             op(x[:num_tokens], slots[:num_tokens])
 
 
+def pretend_everywhere() -> None:
+    """Every module compiles for an H200's multiprocessors and for programmatic dependent launch, from here on."""
+    answers = {"has_pdl": True, "num_sms": 132}
+    for module, name in itertools.product(list(sys.modules.values()), answers):
+        if module.__name__.startswith("pelton_backends.triton.") and hasattr(module, name):
+            setattr(module, name, lambda device, name=name: answers[name])
+
+
 def code_of(cubin: bytes) -> bytes:
     """The instructions of its one kernel: of an ELF file the section that is named after it."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
@@ -571,6 +566,8 @@ def code_of(cubin: bytes) -> bytes:
 
 def disassemble(codes: Sequence[bytes]) -> list[list[tuple[str, str]]]:
     """The instructions' names and operands. All at once: a start of the disassembler takes as long as a hundred kernels."""
+    if not codes:
+        return []
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()
@@ -598,7 +595,7 @@ def main(*arguments: str) -> None:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+        compiled.append((self, run(self, *args, grid=grid, warmup=True, **options)))
 
     JITFunction.run = compile_only
     driver.set_active(Hopper())
@@ -659,18 +656,23 @@ def compile_kernels(
             hopper_experts(dtype)
         elif name == "experts that stream":
             streamed_experts(dtype)
-        elif name.startswith("products in "):
-            products_in(dtype, name.removeprefix("products in "))
+        elif name in EVERY:
+            pretend_everywhere()
+            EVERY[name]()
+        elif name == "launched":
+            yield {"dtypes": [dtype, kv_dtype], "of": name, "kernels": sorted(launched_kernels())}, NO_CODE
         elif name.startswith("experts in "):
             experts(dtype, name.removeprefix("experts in "))
         else:
             getattr(attention, name)()
-        for kernel in compiled:
-            shared = kernel.metadata.shared
-            yield (
-                {"dtypes": [dtype, kv_dtype], "of": name, "kernel": kernel.name, "shared": shared},
-                kernel.asm["cubin"],
-            )
+        for function, kernel in compiled:
+            known = {
+                "dtypes": [dtype, kv_dtype],
+                "of": name,
+                "module": function.fn.__module__,
+                "kernel": function.__name__,
+            }
+            yield known | {"shared": kernel.metadata.shared}, kernel.asm["cubin"]
         compiled.clear()
 
 

@@ -1,4 +1,5 @@
-"""What a first start compiles for compute capability 9.0, with a GPU or without: all that later steps launch, and only once."""
+"""What a first start compiles for compute capability 9.0, with a GPU or without: all that later steps launch, and only once. The compiler
+takes these kernels as far as its first representation."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ from pelton.testing.models import make_tiny_checkpoint
 
 
 def starts(count: int, cache: Path, *arguments: str) -> list[dict[str, int]]:
+    read = cache.parent / "read_kernels"  # of all families that a worker starts
+    read.mkdir(exist_ok=True)
     environment = {
         "TRITON_CACHE_DIR": str(cache),
+        "PELTON_TEST_READ_KERNELS": str(read),
         "OPENBLAS_NUM_THREADS": "1",
     }  # else numpy starts threads, which no fork has
     found = run_program("pelton_rehearsed.py", str(count), *arguments, **environment)
+    assert [path.read_text() for path in read.glob("*.refused")] == []
     assert len(found) == count
     return found
 
