@@ -3,6 +3,7 @@
     python pelton_sm90.py DTYPE KV_DTYPE NAME...        names: of SHAPES, PRODUCTS, ADAPTED, SAMPLING, EVERY, of a method of Attention,
                                                     "experts in" a format of theirs, or "launched": names of all kernels
     python pelton_sm90.py DTYPE KV_DTYPE NAME... -- --no-code DTYPE KV_DTYPE NAME...      several at once; some without instructions
+    python pelton_sm90.py DTYPE KV_DTYPE NAME=0,2 NAME=                  instructions of the first and the third launch alone; of none
 
 A program of its own: a process either interprets Triton's kernels, as the other tests do where there is no GPU, or compiles
 them. Arguments are tensors on the CPU: the compiler looks at their types, strides and addresses alone. Kernels without
@@ -31,6 +32,7 @@ from pelton_adapted import AdaptedCase
 from pelton_every_kernel import EVERY, launched_kernels
 from pelton_linear_oracle import make_case
 from pelton_moe_case import moe_case
+from pelton_quick_compiler import quicken
 from pelton_sass import INSTRUCTION, unwritten
 from pelton_stages import NO_CODE, stages_of
 from pelton_states import DeltaCase, GatedConvCase, KeyDeltaCase, LightningCase, ScanCase, StateCase, make_layer
@@ -297,19 +299,19 @@ class Attention:
 
     def states(self) -> None:
         """Layers of Mamba-2's and Bamba's sizes, of the largest and the smallest that are tested: rows of one token, and others."""
-        for dim, size, heads in ((64, 128, 8), (128, 256, 8), (16, 32, 2)):
+        for dim, size, heads in self._first_of(((64, 128, 8), (128, 256, 8), (16, 32, 2))):
             self._with_states(
                 StateCase(head_dim=dim, state_size=size, num_heads=heads, num_groups=1, dtype=self.dtype), StateSpace
             )
 
     def delta_rule(self) -> None:
         """Layers of Qwen3-Next's sizes, of the largest that are tested, and of small ones."""
-        for dim, size in ((128, 128), (256, 256), (24, 40)):
+        for dim, size in self._first_of(((128, 128), (256, 256), (24, 40))):
             self._with_states(DeltaCase(head_dim=dim, state_size=size, num_heads=4, dtype=self.dtype), DeltaRule)
 
     def key_delta_rule(self) -> None:
         """Layers of Kimi Linear's sizes, of the largest that are tested, and of small ones."""
-        for dim, size in ((128, 128), (256, 256), (24, 40)):
+        for dim, size in self._first_of(((128, 128), (256, 256), (24, 40))):
             case = KeyDeltaCase(head_dim=dim, state_size=size, num_heads=2, dtype=self.dtype)
             self._with_states(case, KeyDeltaRule)
 
@@ -317,6 +319,10 @@ class Attention:
         self._with_states(ScanCase(head_dim=256, state_size=16, dtype=self.dtype), SelectiveScan)
         self._with_states(GatedConvCase(head_dim=256, taps=3, dtype=self.dtype), GatedConv)
         self._with_states(LightningCase(head_dim=128, dtype=self.dtype), Lightning)
+
+    def _first_of(self, sizes: Sequence[Any]) -> Sequence[Any]:
+        """All of them in bfloat16: of another dtype the language's rules are asked alone, which are the same for any size."""
+        return sizes if self.dtype == "bfloat16" else sizes[:1]
 
     def _with_states(self, case: StateCase, kind: Any) -> None:
         """A step of rows of one token, and one of rows of any number."""
@@ -546,6 +552,15 @@ def streamed_experts(dtype: str) -> None:
             op(x[:num_tokens], slots[:num_tokens])
 
 
+def make_nothing() -> None:
+    """Random numbers of cases are zeros: the compiler looks at no number."""
+
+    def zeros(*shape: Any, generator: Any = None, **options: Any) -> torch.Tensor:
+        return torch.zeros(*shape, **options)
+
+    torch.randn = torch.rand = zeros
+
+
 def pretend_everywhere() -> None:
     """Every module compiles for an H200's multiprocessors and for programmatic dependent launch, from here on."""
     answers = {"has_pdl": True, "num_sms": 132}
@@ -594,9 +609,18 @@ def main(*arguments: str) -> None:
     compiled: list[Any] = []
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled.append((self, run(self, *args, grid=grid, warmup=True, **options)))
+    folder = tempfile.TemporaryDirectory()
 
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if wanted.has_code(len(compiled)):
+            compiled.append((self, run(self, *args, grid=grid, warmup=True, **options)))
+            return
+        with without_code(folder.name):
+            compiled.append((self, run(self, *args, grid=grid, warmup=True, **options)))
+        self.device_caches.clear()  # else who wants its code is given this one
+
+    quicken()
+    make_nothing()
     JITFunction.run = compile_only
     driver.set_active(Hopper())
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = (
@@ -617,8 +641,8 @@ def main(*arguments: str) -> None:
             continue
         given = list(group)
         words = [word for word in given if word != "--no-code"]
-        with contextlib.nullcontext() if len(words) == len(given) else without_code():
-            made += compile_kernels(compiled, *words)
+        wanted.is_none = len(words) < len(given)
+        made += compile_kernels(compiled, *words)
     instructions = iter(disassemble([code_of(cubin) for _, cubin in made if cubin != NO_CODE]))
     for known, cubin in made:
         if cubin != NO_CODE:
@@ -628,20 +652,53 @@ def main(*arguments: str) -> None:
         print(json.dumps(known))
 
 
+class Wanted:
+    """Of which launches of a name the instructions are wanted."""
+
+    def __init__(self) -> None:
+        self.is_none = False  # of a whole group of names
+        self.places: set[int] | None = None  # None: of all launches
+
+    def has_code(self, place: int) -> bool:
+        return not self.is_none and (self.places is None or place in self.places)
+
+    def choose(self, word: str) -> str:
+        """Return the name in NAME or NAME=PLACE,PLACE..., of launches in their order; in NAME= of none."""
+        name, has_places, places = word.partition("=")
+        self.places = {int(place) for place in places.split(",") if place} if has_places else None
+        return name
+
+
+wanted = Wanted()
+
+
 @contextlib.contextmanager
-def without_code() -> Iterator[None]:
+def without_code(folder: str) -> Iterator[None]:
     """In a cache of its own: Triton's names of what it keeps do not tell these kernels from whole ones."""
-    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.runtime.scope():
+    with knobs.cache.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder
         knobs.runtime.add_stages_inspection_hook = stages_of(("ttir",))
         yield
+
+
+OF_TRITON = re.compile(r"\btt\.(load|store|atomic)|\bgriddepcontrol\.(wait|launch_dependents)")
+OF_GLUON = re.compile(r"\btt\.(atomic)|\bttn?g\.(warp_group_dot|async_tma_\w+)")
+
+
+def operations_of(kernel: Any) -> list[str]:
+    """Accesses to memory, waits and starts, in the order in which Triton's first representation has them, where calls are inlined. In
+    Gluon's they are not: products of tensor cores, copies and atomics, and e4m3 where there are such numbers."""
+    if "ttir" in kernel.asm:
+        return ["".join(found) for found in OF_TRITON.findall(kernel.asm["ttir"])]
+    text = kernel.asm["ttgir"]
+    return ["".join(found) for found in OF_GLUON.findall(text)] + ["e4m3"] * ("f8E4M3FN" in text)
 
 
 def compile_kernels(
     compiled: list[Any], dtype: str, kv_dtype: str, *names: str
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
     attention = Attention(dtype, kv_dtype)
-    for name in names:
+    for name in map(wanted.choose, names):
         if name in SHAPES:
             attention.decode(SHAPES[name])
         elif name in PRODUCTS:
@@ -672,6 +729,8 @@ def compile_kernels(
                 "module": function.fn.__module__,
                 "kernel": function.__name__,
             }
+            if kernel.asm["cubin"] == NO_CODE:
+                known["operations"] = operations_of(kernel)
             yield known | {"shared": kernel.metadata.shared}, kernel.asm["cubin"]
         compiled.clear()
 

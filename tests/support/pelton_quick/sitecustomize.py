@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from pelton_quick_compiler import quicken
 from pelton_stages import stages_of
 from triton import knobs
 from triton.compiler.compiler import ASTSource
@@ -50,6 +51,7 @@ def _read_once(kind: Any) -> None:
     kind.make_ir = read
 
 
+quicken()
 for _kind in (GluonASTSource, ASTSource):
     _read_once(_kind)
 knobs.runtime.add_stages_inspection_hook = stages_of(())
