@@ -103,7 +103,7 @@ from pelton_backends.triton.ops.lora import hopper_many
 from pelton_backends.triton.ops.lora import linear as lora
 from pelton_backends.triton.ops.lora import shrink as lora_shrink
 from pelton_backends.triton.ops.moe import experts as moe
-from pelton_backends.triton.ops.moe import streamed
+from pelton_backends.triton.ops.moe import split, streamed
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
 from pelton_backends.triton.ops.sampling import logprobs as sampling_logprobs
 from pelton_backends.triton.ops.sampling import sample as sampling
@@ -531,13 +531,13 @@ def experts(dtype: str, weight_format: str) -> None:
 
 
 def hopper_experts(dtype: str) -> None:
-    """Experts of many tokens on a Hopper device."""
-    moe.is_hopper = moe.has_pdl = lambda device: True
-    case = moe_case(
-        torch.device("cpu"), RoutingSpec(num_experts=8, top_k=2), 600, getattr(torch, dtype), sizes=(256, 128)
-    )
-    needs, tensors, x, slots = case
-    moe.BoundMoe(needs, tensors)(x, slots)
+    """Experts of two bytes and in e4m3 of many tokens on a Hopper device."""
+    moe.is_hopper = moe.has_pdl = split.has_pdl = lambda device: True
+    routing = RoutingSpec(num_experts=8, top_k=2)
+    for form in ("plain", "e4m3"):
+        made = moe_case(torch.device("cpu"), routing, 600, getattr(torch, dtype), weight_format=form, sizes=(256, 128))
+        needs, tensors, x, slots = made
+        moe.BoundMoe(needs, tensors)(x, slots)
 
 
 def streamed_experts(dtype: str) -> None:
