@@ -116,7 +116,7 @@ def _gather(
 
 @gluon.jit
 def _of_rows(inverse, source, tile_rows, tile, INDEX: gl.constexpr, LAYOUT: gl.constexpr):
-    """What a warp group's rows of a tile are multiplied by."""
+    """Return what a warp group's rows of a tile are multiplied by."""
     place = INDEX * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, LAYOUT)
     is_row = place < gl.load(tile_rows + tile)
     rows = tile * _ROWS + place
