@@ -20,6 +20,7 @@ import torch
 @functools.cache
 def mend() -> None:
     """After TRITON_INTERPRET is set and before a kernel runs; what is done is done once a process."""
+    from pelton_interpreter_bounds import look_at_addresses
     from pelton_interpreter_ops import intern_types, look_before, share_facts
 
     _let_scalars_bound_loops()
@@ -31,6 +32,7 @@ def mend() -> None:
     share_facts()
     look_before()
     _broadcast_what_differs()
+    look_at_addresses()
 
 
 def _let_scalars_bound_loops() -> None:

@@ -193,10 +193,10 @@ class Hopper:
 
 
 class Attention:
-    """One launch of each of its kernels, of the dtypes given."""
+    """One launch of each of its kernels, of the dtypes given: a step of nothing but padding rows."""
 
-    def __init__(self, dtype: str, kv_dtype: str) -> None:
-        self.dtype, self.kv_dtype = dtype, kv_dtype
+    def __init__(self, dtype: str, kv_dtype: str, *, pdl: bool = True) -> None:
+        self.dtype, self.kv_dtype, self.pdl = dtype, kv_dtype, pdl
         self.spec = NormSpec(size=HEAD_DIM, eps=1e-6)
         self.norm = self._empty(HEAD_DIM)
         self.cos_sin = torch.empty(8192, HEAD_DIM)
@@ -220,16 +220,16 @@ class Attention:
         made = NormRope(HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec)
         new = NewTokens(self.tokens, self.tokens, made)
         if shape.is_dealt:
-            deal_rows(self.lengths, self.table, parts, shape, num_rows=ROWS, block_size=BLOCK_SIZE, pdl=True)
+            deal_rows(self.lengths, self.table, parts, shape, num_rows=ROWS, block_size=BLOCK_SIZE, pdl=self.pdl)
         decode_attention(
             self.qkv, *self.caches, self.query, self.lengths, self.table, parts, num_rows=ROWS, max_seq_len=8192,
-            scale=1.0, new=new, pdl=True, shape=shape, is_settled=True,
+            scale=1.0, new=new, pdl=self.pdl, shape=shape, is_settled=True,
         )  # fmt: skip
 
     def prefill(self) -> None:
         prefill_attention(
             self.query, *self.caches, self.query, self.starts, self.lengths, self.table, num_reqs=1,
-            max_query_len=ROWS, max_seq_len=8192, scale=1.0, pdl=True,
+            max_query_len=ROWS, max_seq_len=8192, scale=1.0, pdl=self.pdl,
         )  # fmt: skip
 
     def drafts(self) -> None:
@@ -240,7 +240,7 @@ class Attention:
         new = NewTokens(self.tokens, self.tokens, NormRope(HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec))
         drafts_attention(
             self.qkv, *self.caches, self.query, self.starts, self.lengths, self.table, parts, shape, num_rows=rows,
-            num_tokens=4, scale=1.0, new=new, pdl=True,
+            num_tokens=4, scale=1.0, new=new, pdl=self.pdl,
         )  # fmt: skip
 
     def resident(self) -> None:
@@ -251,15 +251,17 @@ class Attention:
         layer = SimpleNamespace(k_cache=keys, v_cache=values, num_heads=HEADS, scale=1.0)
         for num_tokens, warps, pieces, buffers in ((1, 4, 1, 3), (1, 4, 2, 3), (1, 1, 2, 3), (4, 4, 1, 2)):
             shape, starts = ResidentShape(32, warps, pieces, buffers), self.starts if num_tokens > 1 else None
-            deal_resident(self.lengths, self.table, parts.shares, shape, num_rows=32, query_start_loc=starts, pdl=True)
-            ResidentDecode(layer, parts, made, num_tokens=num_tokens, pdl=True)(
+            deal_resident(
+                self.lengths, self.table, parts.shares, shape, num_rows=32, query_start_loc=starts, pdl=self.pdl
+            )
+            ResidentDecode(layer, parts, made, num_tokens=num_tokens, pdl=self.pdl)(
                 self.qkv, self.query, self.tokens, self.tokens, starts, self.lengths, self.table, shape
             )
 
     def cascade(self) -> None:
         cascade_attention(
             self.query, *self.caches, self.query, self.lengths, self.table, num_rows=ROWS, prefix_len=1024,
-            max_seq_len=8192, scale=1.0, pdl=True,
+            max_seq_len=8192, scale=1.0, pdl=self.pdl,
         )  # fmt: skip
 
     def latent(self) -> None:
@@ -329,7 +331,7 @@ class Attention:
         common = SimpleNamespace(
             query_start_loc=self.starts, seq_lens=self.lengths, block_table=self.table, num_reqs=ROWS
         )  # fmt: skip
-        bound, output = kind(make_layer(case), pdl=True), self._empty(ROWS, case.inner)
+        bound, output = kind(make_layer(case), pdl=self.pdl), self._empty(ROWS, case.inner)
         query = torch.zeros(ROWS, case.columns, dtype=output.dtype)
         for first in (ROWS, 0):
             bound(query, StateMetadata(common, single_rows=first, first_scanned_row=first, is_mixed=False), output)
@@ -341,7 +343,7 @@ class Attention:
             context_part_attention(
                 self.query[:rows], *self.caches, self.query[:rows], lse, self.starts, self.lengths, self.table,
                 num_reqs=1 if max_query_len > 1 else rows, max_query_len=max_query_len, max_seq_len=max_seq_len, scale=1.0,
-                num_ranks=2, rank=1, pdl=True,
+                num_ranks=2, rank=1, pdl=self.pdl,
             )  # fmt: skip
         heads, latent_dim, rope_dim = 16, 512, 64
         cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, latent_dim + rope_dim, dtype=getattr(torch, self.kv_dtype))
