@@ -16,6 +16,7 @@ from typing import Any
 
 import pelton_checkpoints
 import pelton_references
+import pelton_reports
 import pytest
 from hypothesis import HealthCheck, settings
 from pelton_covering import covering
@@ -40,6 +41,7 @@ if _why_no_cuda():
 
 
 pelton_checkpoints.keep()  # before a test's file imports the function
+pelton_reports.catch_own_logs()
 
 # The first draw of a process reads the constants of all modules, which takes seconds on a busy machine.
 settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
@@ -57,6 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "cache"):  # not with `-p no:cacheprovider`
         pelton_references.folder = config.cache.mkdir("references")
+    pelton_reports.send_what_is_shown(config)
     os.environ.setdefault(
         "PYTEST_ADDOPTS", "-p no:langsmith_plugin -p no:faker -p no:schemathesis -p no:anyio"
     )  # of runs that tests start; see addopts
