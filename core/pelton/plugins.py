@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
@@ -405,14 +405,16 @@ def register(manager: pluggy.PluginManager, module: ModuleType | object, name: s
 
 def _is_hook(manager: pluggy.PluginManager, module: Any, attribute: str, problems: list[str]) -> bool:
     """Return whether the attribute implements a hook; what is wrong with it goes into `problems`."""
-    known = hookspecs.hooks()
-    target = getattr(module, attribute)
     options = manager.parse_hookimpl_opts(module, attribute)
+    if options is None and not attribute.startswith(HOOK_PREFIX):
+        return False  # most of them
+    target = getattr(module, attribute)
     if options is None:
         is_own = getattr(target, "__module__", None) == getattr(module, "__name__", None)
-        if attribute.startswith(HOOK_PREFIX) and inspect.isroutine(target) and is_own:
+        if inspect.isroutine(target) and is_own:
             problems.append(f"function {attribute} lacks @pelton.hookimpl")
         return False
+    known = hookspecs.hooks()
     hook = options.get("specname") or attribute
     if hook not in known:
         close = difflib.get_close_matches(hook, known, n=1)
@@ -425,12 +427,18 @@ def _is_hook(manager: pluggy.PluginManager, module: Any, attribute: str, problem
         problems.append(f"{hook} is a coroutine function; return entries from a plain one")
     else:
         allowed = ", ".join(known[hook].arguments) or "no argument"
-        for name, parameter in inspect.signature(target).parameters.items():
+        for name, parameter in _parameters(target).items():
             if name not in known[hook].arguments:
                 problems.append(f"{hook} has argument {name!r}; it may take {allowed}")
             elif parameter.default is not parameter.empty:
                 problems.append(f"{hook} gives {name!r} a default, and would never be told its value; leave it out")
     return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return those of a function, each asked for once a process."""
+    return inspect.signature(function).parameters
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
