@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +29,16 @@ def speculation(heads: str, k: int = 3, **more) -> dict:
     return {"method": "medusa", "model": heads, "num_speculative_tokens": k, "min_acceptance_rate": 0} | more
 
 
+@functools.cache
+def of_transformers(model: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 def expected_drafts(model: str, tensors: dict[str, torch.Tensor], proposal: Proposal, num_layers: int) -> torch.Tensor:
     """The logits of a draft's head: x <- x + SiLU(W x + b), layer by layer, then the head's matrix. The hidden state is that of the token
     before the last known one, which has not been computed yet."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
-        x = reference.model(torch.tensor([proposal.text[:-1]])).last_hidden_state[0, -1]
+        x = of_transformers(model).model(torch.tensor([proposal.text[:-1]])).last_hidden_state[0, -1]
         head = proposal.offset - 1
         for layer in range(num_layers):
             name = f"medusa_heads.{head}.{layer}.linear"

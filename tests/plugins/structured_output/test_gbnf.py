@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -30,10 +31,16 @@ class Bytes:
 TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
 
 
-def accepts(grammar: str, text: str) -> bool:
+@functools.lru_cache(maxsize=1)
+def matcher_of(grammar: str) -> llguidance.LLMatcher:
     matcher = llguidance.LLMatcher(TOKENIZER, lark_of(grammar))
     assert not matcher.is_error(), (matcher.get_error(), lark_of(grammar))
-    ids = list(text.encode())
+    return matcher
+
+
+def accepts(grammar: str, text: str) -> bool:
+    matcher, ids = matcher_of(grammar), list(text.encode())
+    assert matcher.reset()
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
