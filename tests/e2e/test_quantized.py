@@ -32,8 +32,8 @@ def logits(dtype, **flat):
         quantization=made.quantization,
     )
     together = driver.step({"a": PROMPT})["a"]
-    driver.step({"b": PROMPT[:-3]})
-    one_by_one = torch.cat([driver.step({"b": [token]})["b"] for token in PROMPT[-3:]])
+    driver.step({"b": PROMPT[:-2]})
+    one_by_one = torch.cat([driver.step({"b": [token]})["b"] for token in PROMPT[-2:]])
     return together.double(), one_by_one.double()
 
 
