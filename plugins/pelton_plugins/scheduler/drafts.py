@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pelton.errors import EngineError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ONLY_SAMPLES = attrgetter("only_samples")
 _WEIGHT, _NO_MATCH_WEIGHT = 0.25, 0.1
 """Of a step's acceptance in a request's running mean, and of a step in which its proposer found nothing."""
 _PAUSE_TOKENS, _NO_MATCH_PAUSE_TOKENS = 64, 4
@@ -74,7 +76,7 @@ class Drafts:
         if self._proposer is not None or not self._num_on_device:
             self.is_on = self._proposer is not None or self.are_told
             return
-        self.is_on = self._payoff.is_on(step_id) and all(request.only_samples for request in running)
+        self.is_on = self._payoff.is_on(step_id) and all(map(_ONLY_SAMPLES, running))
 
     @property
     def is_told_each(self) -> bool:
