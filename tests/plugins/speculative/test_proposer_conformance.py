@@ -101,6 +101,6 @@ def test_the_suite_of_drafters_says_what_a_wrong_one_does(llama, tmp_path, monke
         patch.setattr(MedusaDrafter, "draft", lambda self, rows: rows._steps.place(rows._slots, 0, rows._slots))
         with pytest.raises(AssertionError):
             suite.test_greedy_tokens_are_those_without_drafts({})
-    monkeypatch.setattr("pelton_plugins.scheduler.drafts.Drafts.for_row", lambda self, request, budget: (0, None))
+    monkeypatch.setattr("pelton_plugins.scheduler.drafts.Drafts.begin", lambda self, step_id, running: None)
     with pytest.raises(AssertionError, match="0 drafts in 0 rows, with 3 a row at most"):
         suite.test_makes_drafts_and_no_more_than_the_settings_say()
