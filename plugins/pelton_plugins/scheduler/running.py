@@ -87,7 +87,10 @@ class RunningRows:
                 continue
             num_appends, num_copies = len(step.appends), len(step.copies)
             try:
-                if is_plain and request.fast_decode_until and self._serve_with_new_block(request, step):
+                if request.fast_decode_until and (
+                    (is_plain and self._serve_with_new_block(request, step))
+                    or (num_draft and self._serve_drafted_with_new_block(request, num_draft, step))
+                ):
                     index += 1
                     continue
                 is_served = self._serve(request, index, step)
@@ -154,17 +157,9 @@ class RunningRows:
 
     def _serve_with_new_block(self, request: RequestState, step: StepBuilder) -> bool:
         """Fast path of `_serve` for a decode row that needs one new block. False, and nothing done, when there is none."""
-        new_ids = self._kv.allocate(request, 1, delay_caching=is_cached_later(1))
-        if new_ids is None:
+        if not self._grow(request, 0, step):
             return False
         reach = request.num_tokens_with_pending
-        if len(new_ids) == 1 and len(new_ids[0]) == 1:
-            table = request.tables[0]
-            step.appends.append((0, request.slot, len(table), new_ids[0]))
-            table.append(new_ids[0][0])
-            request.capacity += self._block_size
-        else:
-            self._allocations.append(request, new_ids, 1, 0, step)
         request.num_computed_tokens = reach
         request.num_tokens_with_pending = reach + 1
         request.plan_decode()
@@ -173,6 +168,28 @@ class RunningRows:
         step.ones_samples.append(True)
         step.budget -= 1
         step.max_seq_len = max(step.max_seq_len, reach)
+        return True
+
+    def _serve_drafted_with_new_block(self, request: RequestState, num_draft: int, step: StepBuilder) -> bool:
+        """The same for a row with drafts that the device makes, of a request that does not come to its end with them."""
+        last = request.num_tokens_with_pending + num_draft
+        if last >= request.max_total_tokens or step.budget <= num_draft or not self._grow(request, num_draft, step):
+            return False
+        step.take_row(request, 1, num_draft)
+        return True
+
+    def _grow(self, request: RequestState, num_draft: int, step: StepBuilder) -> bool:
+        """Take blocks for a token and drafts behind those computed. False, and nothing done, when there are none."""
+        new_ids = self._kv.allocate(request, 1, num_lookahead_tokens=num_draft, delay_caching=is_cached_later(1))
+        if new_ids is None:
+            return False
+        if len(new_ids) == 1 and len(new_ids[0]) == 1:
+            table = request.tables[0]
+            step.appends.append((0, request.slot, len(table), new_ids[0]))
+            table.append(new_ids[0][0])
+            request.capacity += self._block_size
+        else:
+            self._allocations.append(request, new_ids, 1, num_draft, step)
         return True
 
     def _serve(self, request: RequestState, index: int, step: StepBuilder) -> bool:
