@@ -962,6 +962,8 @@ def test_rows_with_drafts_are_counted_and_cached_as_they_go(overlap):
             known = state.num_tokens
             assert 0 <= state.num_unconfirmed_tokens <= 3 * overlap
             assert state.num_confirmed_tokens < known + overlap
+            assert state.num_tokens_with_pending <= state.max_total_tokens
+            assert state.capacity == 4 * len(state.tables[0])
             if known > 5:
                 assert state.num_cached_blocks == min(state.num_computed_tokens, known) // 4
             most = max(most, state.num_cached_blocks)
