@@ -244,12 +244,18 @@ class Attention:
         )  # fmt: skip
 
     def resident(self) -> None:
-        """Two and four programs a multiprocessor, then rows of four tokens."""
+        """Two programs a multiprocessor, one and four, then rows of four tokens and of six, which are two tiles of columns."""
         made = NormRope(HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec)
         keys, values = self.caches
         parts = ResidentParts.allocate(keys.device)
         layer = SimpleNamespace(k_cache=keys, v_cache=values, num_heads=HEADS, scale=1.0)
-        for num_tokens, warps, pieces, buffers in ((1, 4, 1, 3), (1, 4, 2, 3), (1, 1, 2, 3), (4, 4, 1, 2)):
+        for num_tokens, warps, pieces, buffers in (
+            (1, 4, 1, 2),
+            (1, 4, 2, 3),
+            (1, 1, 2, 3),
+            (4, 4, 2, 3),
+            (6, 4, 1, 2),
+        ):
             shape, starts = ResidentShape(32, warps, pieces, buffers), self.starts if num_tokens > 1 else None
             deal_resident(
                 self.lengths, self.table, parts.shares, shape, num_rows=32, query_start_loc=starts, pdl=self.pdl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -115,27 +115,30 @@ def test_one_long_row_among_short_ones_is_shared_out(device: torch.device) -> No
 
 
 def test_programs_run_at_once_and_have_all_rows() -> None:
-    for rows in range(1, 300):
-        for kv_heads in (1, 2, 4, 8, 32):
-            shape = resident_shape(rows, kv_heads, 4, 1, 132)
-            if shape is None:
-                continue
-            assert rows <= shape.programs
-            copied = shape.buffers * shape.chunk * 2 * 256
-            each = -(-shape.programs * kv_heads // 132)
-            assert each * (copied + 4096 * shape.warps + 1280) <= 228 * 1024, (
-                "the warps' sums, barriers, and what each program costs"
-            )
-            assert shape.chunk // 16 <= 16, "a share has the blocks of its first chunk"
+    for rows, kv_heads, (group, num_tokens) in product(range(1, 300), (1, 2, 4, 8, 32), ((4, 1), (2, 4), (4, 4))):
+        shape = resident_shape(rows, kv_heads, group, num_tokens, 132)
+        if shape is None:
+            continue
+        assert rows <= shape.programs
+        copied, sums = shape.buffers * shape.chunk * 2 * 256, 4096 if group * num_tokens <= 8 else 8192
+        each = -(-shape.programs * kv_heads // 132)
+        assert each * (copied + sums * shape.warps + 1280) <= 228 * 1024, (
+            "the warps' sums, barriers, and what each program costs"
+        )
+        assert shape.chunk // 16 <= 16, "a share has the blocks of its first chunk"
     chosen = {
         (rows, kv_heads): resident_shape(rows, kv_heads, 2, 1, 132) for rows in (16, 32, 64, 128) for kv_heads in (4, 8)
     }
     assert [key for key, shape in chosen.items() if shape] == [(16, 8), (32, 4), (32, 8), (64, 4), (128, 4)]
     assert chosen[16, 8] == ResidentShape(16, 4, 2, 3, uneven=2, short=256) and resident_shape(11, 8, 2, 1, 132) is None
-    assert resident_shape(16, 8, 2, 4, 132) is None, "drafts of few rows have a kernel of their own"
+    assert resident_shape(8, 8, 2, 4, 132) == resident_shape(16, 8, 2, 4, 132) == chosen[16, 8]
+    assert resident_shape(7, 8, 2, 4, 132) is None, "drafts of few rows have a kernel of their own"
+    assert resident_shape(16, 8, 4, 4, 132) is None, "and those of groups of 4"
     drafted = resident_shape(32, 8, 2, 4, 132)
-    assert drafted is not None and drafted == replace(chosen[32, 8], buffers=2), "three drafts a row"
-    assert resident_shape(32, 8, 4, 4, 132) is None and resident_shape(128, 4, 2, 4, 132) is None
+    assert drafted is not None and drafted == chosen[32, 8] and drafted.buffers == 2, "three drafts a row"
+    assert resident_shape(32, 8, 4, 4, 132) == resident_shape(32, 8, 2, 6, 132) == drafted, "two tiles of columns"
+    assert resident_shape(32, 8, 4, 5, 132) is None and resident_shape(128, 4, 2, 4, 132) is None
+    assert resident_shape(32, 8, 16, 1, 132) is None, "a token a row is one tile"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -243,6 +246,26 @@ CASES = {
     ),
     "drafts-of-two-chunks": Case(
         num_kv_heads=8, norms=True, lengths=(30, 4, 1033, 0, 90, 260), counts=(4, 1, 2, 0, 4, 4), how=EVEN,
+        shape=ResidentShape(33, 4, 1, 2),
+    ),
+    "drafts-of-groups-of-4": Case(
+        num_heads=32, num_kv_heads=8, lengths=(30, 4, 333, 0, 90, 260, 64, 68), counts=(4, 1, 2, 0, 4, 4, 3, 4), how=WHOLE,
+        shape=ResidentShape(33, 4, 1, 2),
+    ),
+    "drafts-of-groups-of-4-even": Case(
+        num_heads=32, num_kv_heads=8, norms=True, lengths=(30, 4, 1033, 0, 90, 260), counts=(4, 1, 2, 0, 4, 4), how=EVEN,
+        shape=ResidentShape(33, 4, 1, 2),
+    ),
+    "drafts-of-large-chunks": Case(
+        num_kv_heads=8, norms=True, lengths=(30, 4, 1033, 0, 90, 260, 132), counts=(4, 1, 2, 0, 4, 4, 4), how=EVEN,
+        shape=ResidentShape(16, 4, 2, 3),
+    ),
+    "drafts-of-groups-of-4-large-chunks": Case(
+        num_heads=32, num_kv_heads=8, lengths=(30, 4, 333, 0, 90, 260, 132), counts=(4, 1, 2, 0, 4, 4, 4), how=WHOLE,
+        shape=ResidentShape(16, 4, 2, 3),
+    ),
+    "five-drafts": Case(
+        num_kv_heads=8, norms=True, lengths=(30, 6, 1033, 0, 90, 260), counts=(6, 1, 2, 0, 4, 6), how=EVEN,
         shape=ResidentShape(33, 4, 1, 2),
     ),
     "drafts-even": Case(

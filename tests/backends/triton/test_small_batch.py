@@ -9,6 +9,7 @@ import triton
 from pelton_linear_oracle import ACTIVATIONS, assert_close, check, make_case
 
 from pelton.ops.interface import LinearSpec, LinearWeights
+from pelton_backends.triton.attention.decode_resident import resident_shape
 from pelton_backends.triton.ops.linear import small_batch, split_k
 from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, HopperTiling, choose_hopper_tiling
@@ -153,7 +154,7 @@ def test_mid_batch_tilings_cover_the_product_and_fit_the_device():
     assert choose_mid_batch_tiling(128, 2048, 2048, False) is None, "short rows"
 
 
-def test_products_in_front_of_attention_that_starts_early_leave_it_multiprocessors(device, monkeypatch):
+def test_products_in_front_of_attention_that_starts_early_leave_it_room(device, monkeypatch):
     """Of the sizes that were measured, in such steps alone."""
     tilings = []
 
@@ -169,13 +170,18 @@ def test_products_in_front_of_attention_that_starts_early_leave_it_multiprocesso
             spec = LinearSpec(in_features=size, out_features=out)
             weight = torch.zeros(out, size, dtype=torch.bfloat16, device=device)
             product = small_batch.product_of(LinearWeights(spec, {"weight": weight}))
-            for rows in (96, 97, 128):
+            for rows in (64, 65, 128):
                 product(torch.zeros(rows, size, dtype=weight.dtype, device=device))
         attention_starts_early.reset(token)
     chosen = [tiling for tiling in tilings if tiling is not None]
     assert len(tilings) == 18 and chosen == tilings[1:3]
     (tiling,) = set(chosen)
-    assert -(-4096 // tiling.rows) * -(-128 // tiling.tokens) == 64 and 1024 % (tiling.columns * tiling.split) == 0
+    assert -(-4096 // tiling.rows) * -(-128 // tiling.tokens) == 128 and 1024 % (tiling.columns * tiling.split) == 0
+    for group, num_tokens, sums in ((2, 4, 4096), (2, 6, 8192)):  # bytes of a warp's sums
+        shape = resident_shape(17, 8, group, num_tokens, 132)
+        of_attention = shape.buffers * shape.chunk * 512 + shape.warps * sums
+        of_product = tiling.stages * (tiling.rows + tiling.tokens) * tiling.columns * 2
+        assert of_attention + of_product <= 226 * 1024, "on one multiprocessor, with 1 KiB for each program"
     assert (tiling.rows + tiling.tokens) * tiling.columns * 2 * tiling.stages <= 200_000
 
 

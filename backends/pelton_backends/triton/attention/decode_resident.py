@@ -1,4 +1,4 @@
-"""Decode attention by as many programs as run at once, for Hopper: 12 rows of 8 kv heads and more, each a token and maybe drafts.
+"""Decode attention by as many programs as run at once, for Hopper: 12 rows of 8 kv heads and more, 8 of them with drafts.
 
 Where pairs of row and kv head are about as many as programs that have room, each program has a pair: nothing is brought together, and
 its first keys are on their way before the kernel before it has ended. What programs have on its way fills a multiprocessor's shared
@@ -28,8 +28,13 @@ if TYPE_CHECKING:
     from pelton_backends.triton.attention.decode import NormRope
 
 BLOCK_SIZE = 16
-COLUMNS = 8  # of the kernel's tile: query heads of a kv head, of all tokens of a row
-_FEWEST, _FEWEST_WITH_DRAFTS, _FEW_KV_HEADS = 96, 129, 4  # pairs of row and kv head; see `resident_shape`
+COLUMNS, _NARROW = 16, 8  # of the kernel's tile: query heads of a kv head, of all tokens of a row
+_FEWEST, _FEWEST_WITH_DRAFTS, _FEWEST_WIDE, _FEW_KV_HEADS = (
+    96,
+    64,
+    129,
+    4,
+)  # pairs of row and kv head; see `resident_shape`
 _START = 2  # chunks' worth of time that the start of a row costs
 _SHARE = tl.constexpr(SHARE)
 
@@ -136,29 +141,37 @@ class ResidentShape:
 def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int, num_sms: int) -> ResidentShape | None:
     """None: the step is for other kernels.
 
-    Two or four programs have room on a multiprocessor, with 192 KiB of copies on their way in all. On an H200, between QKV's and O's
-    products, with heads of 128: 32 rows of 256 tokens and 8 kv heads 10.5 us for 11.7, with three drafts each 11.9 for 14.3; 128 rows of
-    150 and 250 tokens and 4 kv heads 12.8 and 17.9 for 16.5 and 22.6; groups of 8 are not cut, 200 tokens 15.4 for 21.2.
+    Two or four programs have room on a multiprocessor, with 128 or 192 KiB of copies on their way in all. On an H200, between QKV's and
+    O's products, with heads of 128: 32 rows of 256 tokens and 8 kv heads 10.5 us for 11.7, with three drafts each 11.9 for 14.3; 128 rows
+    of 150 and 250 tokens and 4 kv heads 12.8 and 17.9 for 16.5 and 22.6; groups of 8 are not cut, 200 tokens 15.4 for 21.2.
 
-    That was with two warps a program, of 32 keys each. Four of 16 keys take less at every length tried: whole steps of Qwen3-0.6B with 32
-    rows of 256 tokens 886.7 us for 899.4, 100 to 400 tokens 869 for 905, log-normal lengths 1,341 for 1,539, 2,000 tokens 2,316 for
-    2,332. Rows with three drafts, beside QKV's 64 programs, take 1,096.7 us with two chunks on their way and 1,113.5 with three (256
-    tokens).
+    That was with two warps a program, of 32 keys each. Four of 16 keys take less at every length tried, see docs/performance/gpu.md, and
+    so do two chunks on their way for three: whole steps of Qwen3-0.6B with 32 rows of 256 tokens 841.6 us for 867.8, 100 to 400 tokens
+    838 for 850, 1,000 and 2,000 tokens and log-normal lengths within 0.3 %; of Llama-3.1-8B 4,167 for 4,207, of Qwen3-30B-A3B with 40 and
+    64 rows within 0.2 %. More than 8 columns (the 8B with three drafts, 32 rows) are two tiles of the products: 12.8 us for 23.1 of
+    `drafts_kernel` at 256 tokens, 20.2 at 512; of 12 and 16 rows they gain 0.6 % of a step at most, and other lengths were not measured.
 
-    96 to 132 pairs, a token a row, have a multiprocessor each, and 128 keys at a time. Whole steps of eight layers, us less than by
-    `decode_kernel`: 32 rows of 4 kv heads 27, 19 and 32 of 712, 735 and 925 (150, 400 and 2,000 tokens), 9 to 20 where lengths differ, 24
-    rows 14 to 24; 16 rows of 8 kv heads (the 8B) 14 to 32 of 1,213 to 1,428. Of the 0.6B's 28 layers, equal lengths, 26 to 53 of 736 to
-    1,507; log-normal lengths +6 of 857, one of 2,000 tokens among 150 +19 of 807. Steps of one row are 1 to 17 % slower so.
+    96 to 132 pairs have a multiprocessor each, and 128 keys at a time. Whole steps of eight layers, us less than by `decode_kernel`: 32
+    rows of 4 kv heads 27, 19 and 32 of 712, 735 and 925 (150, 400 and 2,000 tokens), 9 to 20 where lengths differ, 24 rows 14 to 24; 16
+    rows of 8 kv heads (the 8B) 14 to 32 of 1,213 to 1,428. Of the 0.6B's 28 layers, equal lengths, 26 to 53 of 736 to 1,507; log-normal
+    lengths +6 of 857, one of 2,000 tokens among 150 +19 of 807. Steps of one row are 1 to 17 % slower so. With three drafts a row, where
+    `drafts_kernel` was before, whole steps of the 0.6B at 256 and 1,000 tokens: 16 rows 880 and 1,162 us for 1,007 and 1,304, 12 rows 869
+    and 1,111 for 977 and 1,219, 8 rows 744 and 982 for 851 and 1,054; fewer were not measured.
 
     Of 34 to 66 rows of 8 kv heads equal ones are faster here (64 of 256 tokens 17.6 for 22.3), but lengths that differ much are not
     (log-normal 36.3 for 34.4), nor are those of more pairs, with eight programs a multiprocessor (74.0 for 65.5).
     """
-    if group * num_tokens > COLUMNS or num_rows * num_kv_heads < (_FEWEST if num_tokens == 1 else _FEWEST_WITH_DRAFTS):
+    columns, pairs = group * num_tokens, num_rows * num_kv_heads
+    if num_tokens == 1:
+        is_served = columns <= _NARROW and pairs >= _FEWEST
+    else:
+        is_served = columns <= COLUMNS and pairs >= (_FEWEST_WITH_DRAFTS if columns <= _NARROW else _FEWEST_WIDE)
+    if not is_served:
         return None
-    if num_rows <= num_sms // num_kv_heads and num_tokens == 1:
+    if num_rows <= num_sms // num_kv_heads:
         return ResidentShape(num_sms // num_kv_heads, warps=4, pieces=2, buffers=3, uneven=2, short=256)
     if num_rows <= 2 * num_sms // num_kv_heads:
-        return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2 if num_tokens > 1 else 3)
+        return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2)
     if num_rows <= 4 * num_sms // num_kv_heads and num_kv_heads <= _FEW_KV_HEADS and num_tokens == 1:
         return ResidentShape(4 * num_sms // num_kv_heads, warps=1, pieces=2, buffers=3)
     return None
@@ -253,7 +266,7 @@ class ResidentDecode:
         self._constants: dict[str, Any] = {
             "EPS": spec.eps if spec else None, "UNIT_OFFSET": spec.unit_offset if spec else False, "BLOCK_SIZE": BLOCK_SIZE,
             "ROTARY_DIM": norm_rope.rotary_dim, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "TOKENS": num_tokens,
-            "M": COLUMNS, "PDL": pdl,
+            "M": _NARROW if group * num_tokens <= _NARROW else COLUMNS, "PDL": pdl,
         }  # fmt: skip
         self._key = k_cache.dtype, k_cache.device, self._strides, alignment(*self._caches, self._shares, *self._last)
         self._options = launch_options(pdl)

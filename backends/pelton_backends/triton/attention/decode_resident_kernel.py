@@ -1,7 +1,7 @@
 """The kernel of `decode_resident.py`, in Gluon: what one program does for its rows of one kv head.
 
 W warps take keys of their own: 16 J each of a chunk, which cp.async brings to shared memory, BUFFERS chunks at a time. Keys are rows of
-the products and heads their columns, so that a kv head's query heads, of all the row's tokens, are one tile of M = 8.
+the products and heads their columns, so that a kv head's query heads, of all the row's tokens, are one tile of M = 8 columns, or 16.
 """
 
 from __future__ import annotations

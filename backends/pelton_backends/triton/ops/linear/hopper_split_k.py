@@ -296,12 +296,14 @@ def choose_hopper_tiling(num_tokens: int, out_features: int, in_features: int, e
 def choose_tiling_beside_attention(
     num_tokens: int, out_features: int, in_features: int, is_gated: bool
 ) -> HopperTiling | None:
-    """In steps where `attention_starts_early`, a product in front of it leaves it multiprocessors. None: as in other steps.
+    """In steps where `attention_starts_early`, a product in front of it leaves it room. None: as in other steps.
 
-    QKV of Qwen3-0.6B (4,096 x 1,024) with 128 rows, of 32 with three drafts each, on an H200: 64 programs of all rows take longer than
-    128 of half of them, and the step takes 1,113.5 us for 1,134.4. Steps of 128 rows without drafts were not measured with it."""
-    if 96 < num_tokens <= 128 and (out_features, in_features) == (4096, 1024) and not is_gated:
-        return HopperTiling(64, 128, 1, 4, 128)
+    QKV of Qwen3-0.6B (4,096 x 1,024) with 65 to 128 rows, of 17 to 32 with three drafts each: 128 KiB of buffers leave a program of
+    attention room on the same multiprocessor. On an H200 the step of 32 rows of 256 tokens takes 1,049 us so, 1,094 as 64 programs of all
+    rows through 192 KiB, 1,105 as in other steps; through 96 KiB, or 160, where attention finds no room, 1,119 and 1,110. Of 24 and 18
+    rows 1,027 and 978 for 1,076 and 1,049. Steps of so many rows without drafts were not measured with it."""
+    if 64 < num_tokens <= 128 and (out_features, in_features) == (4096, 1024) and not is_gated:
+        return HopperTiling(64, 128, 1, 4, 64)
     return None
 
 
