@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from pelton_plugins.bench.table import chain_process
 from pelton_plugins.bench.table.shapes import SHAPES, write_shape
 
-ATTENTION = ("decode_kernel", "drafts_kernel")
-CONTEXT_LEN, REPLAYS, TURNS, PROFILED = 256, 20, 9, 8
+ATTENTION = ("decode_kernel", "drafts_kernel")  # parts of names
+REPLAYS, TURNS, PROFILED = 20, 9, 8
 
 
 def main() -> None:
@@ -31,20 +31,21 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b", help="a shape of `pelton bench table`, or a folder")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--num-drafts", type=int, default=3)
+    parser.add_argument("--context-len", type=int, default=256)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         path = write_shape(arguments.model, Path(folder)) if arguments.model in SHAPES else Path(arguments.model)
-        measure(path, arguments.rows, arguments.num_drafts, Path(folder))
+        measure(path, arguments.rows, arguments.num_drafts, arguments.context_len, Path(folder))
 
 
-def measure(path: Path, rows: int, num_drafts: int, folder: Path) -> None:
+def measure(path: Path, rows: int, num_drafts: int, context_len: int, folder: Path) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "drafts_on_device": True}
     settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 8192, "model": str(path)}
     worker = chain_process.make_worker({**settings, "speculative_config": drafts}, rows)
-    chain_process.give_memory(worker, rows, CONTEXT_LEN, num_drafts)
+    chain_process.give_memory(worker, rows, context_len, num_drafts)
     recorder, steps = worker.platform.graph_recorder(), {}
     for count in (0, num_drafts):
-        step = chain_process.DecodeStep(worker, rows, CONTEXT_LEN, count)
+        step = chain_process.DecodeStep(worker, rows, context_len, count)
         kept = [run(step), run(step)]  # compiles, loads
         worker.platform.synchronize()
         recorder.begin()
