@@ -21,7 +21,7 @@ def all_ranks_are_forks(forks: None) -> None:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The instruction set that C kernels are compiled for, or torch, where there is none."""
     if request.param == TORCH:
-        monkeypatch.setattr(library, "reason_against", lambda *groups: "no C compiler on the PATH")
+        monkeypatch.setattr(library, "reason_against", lambda *groups, dtype=None: "no C compiler on the PATH")
     elif library.reason_against():
         pytest.skip("no C compiler here")
     else:

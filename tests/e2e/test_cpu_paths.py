@@ -1,7 +1,7 @@
 """Every way in which the CPU computes gives the same: C for each instruction set, and torch (oneDNN) where there is no C.
 
-float32 equals transformers token for token; bfloat16 log-probabilities lie as near to the float32 model as transformers'
-own in bfloat16 do, up to a quarter more in the mean (pelton_precision).
+float32 equals transformers token for token; log-probabilities of 16 bits lie as near to the float32 model as transformers'
+own in that dtype do, up to a quarter more in the mean (pelton_precision).
 """
 
 from __future__ import annotations
@@ -107,10 +107,13 @@ def test_shared_prefixes_and_long_rows_give_transformers_ids(
     assert alone[0] == batched[0] and any(is_used) == (path != TORCH)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @over_paths(PATHS, "qwen3")
-def test_bfloat16_logprobs_are_near_float32(references: Callable[[str], Reference], family: str, path: str) -> None:
+def test_16_bit_logprobs_are_near_float32(
+    references: Callable[[str], Reference], family: str, path: str, dtype: str
+) -> None:
     reference = references(family)
-    print(path, family, assert_near_float32(reference.path, reference.prompts, "bfloat16", "cpu"))
+    print(path, family, assert_near_float32(reference.path, reference.prompts, dtype, "cpu"))
 
 
 WISHES: list[dict[str, Any]] = [

@@ -41,7 +41,7 @@ class NativeMetadata:
 
 
 class NativeBackend(AttentionBackend):
-    """Handles decoder attention in float32 and bfloat16, any block and head size, windows, chunks, soft caps and sinks."""
+    """Handles decoder attention in float32, bfloat16 and float16, any block and head size, windows, chunks, soft caps and sinks."""
 
     name: ClassVar[str] = "native"
     handles: ClassVar[frozenset[str]] = frozenset(
@@ -60,7 +60,7 @@ class NativeBackend(AttentionBackend):
             reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
         reasons += spread_refusals(needs)
         if not reasons:  # compiles
-            why = library.reason_against(*library.groups_of_dtype(needs.dtype))
+            why = library.reason_against(*library.groups_of_dtype(needs.dtype), dtype=needs.dtype)
             reasons += [why] if why else []
         return reasons
 
@@ -109,7 +109,7 @@ class NativeAttention(BoundAttention):
             layer.head_dim, _window(layer.needs), layer.scale, layer.soft_cap or 0.0, DTYPES[layer.needs.dtype],
             None if self._sinks is None else self._sinks.data_ptr(),
         )  # fmt: skip
-        self._kernels = library.kernels_for(self._attention)
+        self._kernels = library.kernels_for(self._attention, dtype=layer.needs.dtype)
         fits = fits_kernel(layer.write_needs)
         self._rope = make_rope(layer.write_needs, layer.write_tensors) if fits else None
 

@@ -32,7 +32,7 @@ class NativeEmbed:
     @staticmethod
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:
         op = library.Embed(tensors.weight.data_ptr(), needs.hidden_size, scale_of(needs), DTYPES[needs.dtype], False)
-        return PlainRows(needs, tensors, library.kernels().embed, op)
+        return PlainRows(needs, tensors, library.kernels(dtype=needs.dtype).embed, op)
 
 
 class EmbeddingRows:

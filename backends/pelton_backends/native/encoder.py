@@ -60,7 +60,7 @@ class NativeEncoderBackend(EncoderBackend):
         if needs.num_heads % needs.num_kv_heads:
             reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
         if not reasons:  # compiles
-            why = library.reason_against("encoder", *library.groups_of_dtype(needs.dtype))
+            why = library.reason_against("encoder", *library.groups_of_dtype(needs.dtype), dtype=needs.dtype)
             reasons += [why] if why else []
         return reasons
 
@@ -84,7 +84,7 @@ class NativeEncoderBackend(EncoderBackend):
             layer.num_heads, num_kv_heads, layer.num_heads // num_kv_heads, head_dim, 0, layer.scale, 0.0,
             DTYPES["float32"], None,
         )  # fmt: skip
-        failed = library.kernels_for(attention).attend(
+        failed = library.kernels_for(attention, dtype="float32").attend(
             byref(attention), byref(metadata.step), query.data_ptr(), query.stride(0), output.data_ptr()
         )
         check_memory(failed)

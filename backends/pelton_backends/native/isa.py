@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -23,10 +23,20 @@ class InstructionSet:
     """As the compiler's -m flags name them; Linux writes some of them with an underscore more."""
     has_bf16: bool = False
     """Products of bfloat16: models in bfloat16 do without most kernels in float32 arithmetic."""
+    is_float16: bool = False
+    """What csrc/ calls bf16 is float16."""
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return (*(f"-m{feature}" for feature in self.features), f"-DPELTON_ISA={self.number}")
+        kind = ("-DPELTON_FLOAT16",) if self.is_float16 else ()
+        return (*(f"-m{feature}" for feature in self.features), f"-DPELTON_ISA={self.number}", *kind)
+
+    def for_dtype(self, dtype: str) -> InstructionSet:
+        """Return the set for a library whose numbers of 16 bits are of this dtype; they are bfloat16 where a model has float32 alone."""
+        if dtype != "float16" or self.is_float16:
+            return self
+        below = next(one for one in reversed(ISAS) if one.number <= self.number and not one.has_bf16)
+        return replace(below, is_float16=True)
 
 
 ISAS = (

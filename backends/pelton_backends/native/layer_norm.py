@@ -27,7 +27,7 @@ class NativeAddNorm:
             return ["an RMS norm, only layer norms"]
         if needs.dtype != "float32":
             return [f"dtype {needs.dtype}, only float32"]
-        why = library.reason_against("encoder")
+        why = library.reason_against("encoder", dtype="float32")
         return [why] if why else []
 
     @staticmethod

@@ -17,7 +17,8 @@ from pelton_backends.native.isa import ISAS, InstructionSet
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-DTYPES = {"float32": 0, "bfloat16": 1}
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 1}
+"""Of the structs: a library has one kind of numbers of 16 bits, see `InstructionSet.for_dtype`."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 NO_ACTIVATION = -1
 
@@ -212,27 +213,33 @@ _wanted: str | None = None
 """The name of the instruction set in use; None: the best."""
 
 
-def reason_against(*groups: str) -> str | None:
-    """Why there are no kernels of the base and of these groups; None: there are."""
+def reason_against(*groups: str, dtype: str | None = "bfloat16") -> str | None:
+    """Why there are no kernels of the base and of these groups; None: there are. dtype: of the model; None: `kernels_of_any_dtype`."""
     try:
-        kernels(*groups)
+        _ = kernels_of_any_dtype() if dtype is None else kernels(*groups, dtype=dtype)
     except CannotBuildError as error:
         return str(error)
     return None
 
 
-def kernels(*groups: str, isa: InstructionSet | None = None) -> Kernels:
+def kernels(*groups: str, dtype: str = "bfloat16", isa: InstructionSet | None = None) -> Kernels:
     """For an instruction set, the one in use by default: compiled or from the cache, loaded once a process. Raises `CannotBuildError`.
 
-    groups: of `build.GROUPS`, beside the base. They compute on as many threads as torch does when this is called.
+    groups: of `build.GROUPS`, beside the base. dtype: of the model. They compute on as many threads as torch does when this is called.
     """
-    isa = isa or isa_in_use()
-    loaded = _loaded.get(isa.name)
-    if loaded is None:
-        loaded = _loaded[isa.name] = Kernels(isa, EXTRA_FLAGS, groups)
+    isa = (isa or isa_in_use()).for_dtype(dtype)
+    loaded = _loaded.pop(isa, None) or Kernels(isa, EXTRA_FLAGS, groups)
+    _loaded[isa] = loaded  # the last one
     loaded.load(groups)
     loaded.set_threads(torch.get_num_threads())
     return loaded
+
+
+def kernels_of_any_dtype() -> Kernels:
+    """As `kernels`, for ops that read no number of 16 bits: those of the model's dtype, so that a process has one pool of threads."""
+    isa = isa_in_use()
+    of_last = [one for one in _loaded if one in (isa, isa.for_dtype("float16"))]
+    return kernels(isa=of_last[-1] if of_last else isa)
 
 
 def groups_of_dtype(dtype: str) -> tuple[str, ...]:
@@ -240,9 +247,9 @@ def groups_of_dtype(dtype: str) -> tuple[str, ...]:
     return ("float",) if dtype == "float32" else ()
 
 
-def kernels_for(*ops: Linear | Attention) -> Kernels:
+def kernels_for(*ops: Linear | Attention, dtype: str) -> Kernels:
     """As `kernels`, with what these ops need beside the base."""
-    found = kernels()
+    found = kernels(dtype=dtype)
     for op in ops:
         takes_float = found.product_takes_float if isinstance(op, Linear) else found.attention_takes_float
         if takes_float(op):
@@ -265,7 +272,7 @@ def use_isa(name: str | None) -> None:
 
 
 _best_set, _available_sets = cache(best_set), cache(available_sets)
-_loaded: dict[str, Kernels] = {}
+_loaded: dict[InstructionSet, Kernels] = {}
 
 
 def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:

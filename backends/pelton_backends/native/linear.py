@@ -32,7 +32,7 @@ _HALF = 16
 class _PlainProduct(Product):
     def __init__(self, needs: Any, tensors: Any) -> None:
         super().__init__(needs, tensors)
-        self.pack_panels = library.kernels().pack
+        self.pack_panels = library.kernels(dtype=needs.dtype).pack
         self.op.weight = tensors.linear.tensors["weight"].data_ptr()
         self.is_gated = getattr(needs, "activation", None) is not None
         self.is_mixed = False  # the weight is in gated panels, and the product wants gate and up apart
@@ -74,7 +74,7 @@ class _PlainProduct(Product):
     def _allowed(self, sampler: Any, slots: Tensor, hidden: Tensor, residual: int | None, rows: int) -> Tensor:
         """Logits, as far as the sampler reads them."""
         output = torch.empty(len(slots), self.num_columns, dtype=self.dtype)
-        failed = library.kernels().allowed_logits(
+        failed = library.kernels(dtype=self.needs.dtype).allowed_logits(
             self.struct, sampler, slots.data_ptr(), hidden.data_ptr(), residual, rows, len(slots), output.data_ptr()
         )
         if failed:
@@ -101,7 +101,7 @@ class NativeLinear(LinearOp, _Plain):
         """From now on results have this activation behind them; False: there is none of this name."""
         if name in ACTIVATIONS:
             self._product.op.bare_activation = ACTIVATIONS[name] + 1
-            library.kernels_for(self._product.op)
+            library.kernels_for(self._product.op, dtype=self._product.needs.dtype)
         return name in ACTIVATIONS
 
 

@@ -32,7 +32,7 @@ def refusals(needs: Any, *groups: str) -> list[str]:
     activation = getattr(needs, "activation", "silu")
     if activation not in ACTIVATIONS:
         return [f"activation {activation!r}, only {', '.join(ACTIVATIONS)}"]
-    why = library.reason_against(*groups, *library.groups_of_dtype(needs.dtype))
+    why = library.reason_against(*groups, *library.groups_of_dtype(needs.dtype), dtype=needs.dtype)
     return [why] if why else []
 
 
@@ -41,7 +41,7 @@ class Product:
 
     def __init__(self, needs: Any, tensors: Any) -> None:
         """The arguments of any fused op."""
-        self._rest = library.kernels().rest
+        self._rest = library.kernels(dtype=needs.dtype).rest
         spec, bias = tensors.linear.spec, tensors.linear.bias
         norm, post_norm = getattr(needs, "norm", None), getattr(needs, "post_norm", None)
         activation, is_logits = getattr(needs, "activation", None), isinstance(needs, AddNormLogitsNeeds)
@@ -61,7 +61,7 @@ class Product:
             self.op.post_norm, self.op.post_eps = tensors.post_norm.data_ptr(), post_norm.eps
             self.op.post_unit_offset = post_norm.unit_offset
         self.struct = byref(self.op)
-        self.run = library.kernels_for(self.op).linear
+        self.run = library.kernels_for(self.op, dtype=needs.dtype).linear
 
     def __del__(self) -> None:
         """A thread that was held up may still read the weight, for a product that is done without it."""

@@ -30,7 +30,7 @@ class NativeLora:
             return [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
         if needs.activation is not None and needs.activation not in ACTIVATIONS:
             return [f"activation {needs.activation!r}, only {', '.join(ACTIVATIONS)}"]
-        why = library.reason_against("lora")
+        why = library.reason_against("lora", dtype=needs.dtype)
         return [why] if why else []
 
     @staticmethod
@@ -56,7 +56,7 @@ class NativeAdapter:
         assert tensors.b.stride(0) == tensors.a.stride(0), "a slot's matrices lie together"
         assert tensors.b.stride(2) == 1, "a column is a lane"
         self._kept = tensors, ends  # the struct has their addresses
-        self._run, self._struct = library.kernels("lora").lora, byref(self.op)
+        self._run, self._struct = library.kernels("lora", dtype=needs.dtype).lora, byref(self.op)
         self._width = None if needs.activation is None else sum(needs.parts) // 2
 
     def __call__(self, x: Tensor, output: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class NativeMoe:
         if needs.experts.activation not in _ACTIVATIONS:
             reasons.append(f"activation {needs.experts.activation!r}, only {', '.join(_ACTIVATIONS)}")
         if not reasons:  # compiles
-            why = library.reason_against("quant", *library.groups_of_dtype(needs.dtype))
+            why = library.reason_against("quant", *library.groups_of_dtype(needs.dtype), dtype=needs.dtype)
             reasons += [why] if why else []
         return reasons
 
@@ -76,10 +76,12 @@ class _BoundMoe:
 
     def __init__(self, needs: MoeNeeds, tensors: MoeTensors) -> None:
         routing, spec, weights = needs.routing, needs.experts, tensors.experts
-        kernels = library.kernels("quant")
+        kernels = library.kernels("quant", dtype=needs.dtype)
         self._run, self._pack, self._rest = kernels.moe, kernels.moe_pack, kernels.rest
         self._choose, self._compute, self._top_k = kernels.moe_choose, kernels.moe_compute, routing.top_k
-        self._kept = tensors  # the struct has their addresses
+        router, bias = (_readable(one, needs.dtype) for one in (tensors.router, tensors.router_bias))
+        self._kept = tensors, router, bias  # the struct has their addresses
+        assert router is not None
         plain = {name: weights[name] for name in ("gate_up", "down") if spec.weight_format == "plain"}
         matrices = [
             Linear(
@@ -96,18 +98,18 @@ class _BoundMoe:
         strides = [_stride(plain.get(name)) for name in ("gate_up", "down")]
         bias_strides = [_stride(weights.get(name)) for name in ("gate_up_bias", "down_bias")]
         parts = [] if plain else [weights[name] for name in ("gate", "up", "down")]
-        bias, copies = tensors.router_bias, tensors.copies
+        copies = tensors.copies
         self.op = _Moe(
             matrices[0], matrices[1], (c_int64 * 2)(*strides), (c_int64 * 2)(*bias_strides),
             (Part * 3)(*_parts(spec, parts)), (c_int64 * 3)(*map(_stride, parts)),
-            tensors.router.data_ptr(), _address(bias), _address(tensors.correction), _address(tensors.load),
+            router.data_ptr(), _address(bias), _address(tensors.correction), _address(tensors.load),
             routing.num_experts, routing.top_k, routing.num_groups, routing.top_groups, spec.first_expert,
             routing.num_experts if spec.num_held is None else spec.num_held, _address(copies),
-            0 if copies is None else copies.shape[1] - 1, routing.scale, _dtype(tensors.router),
+            0 if copies is None else copies.shape[1] - 1, routing.scale, _dtype(router),
             0 if bias is None else _dtype(bias), routing.scoring == "sigmoid", routing.is_renormalized,
             routing.group_score == "top2", routing.scales_input,
         )  # fmt: skip
-        library.kernels_for(self.op.gate_up, self.op.down)
+        library.kernels_for(self.op.gate_up, self.op.down, dtype=needs.dtype)
         self._struct = ctypes.cast(byref(self.op), POINTER(_Moe))
 
     def __del__(self) -> None:
@@ -166,6 +168,11 @@ def _parts(spec: ExpertsSpec, panels: list[Tensor]) -> list[Part]:
         Part(one.data_ptr(), num_rows, KIND_NUMBERS[kind.name])
         for one, num_rows, kind in zip(panels, rows, kinds, strict=True)
     ]
+
+
+def _readable(tensor: Tensor | None, dtype: str) -> Tensor | None:
+    """As float32 where it has other numbers of 16 bits than the model: a library has one kind."""
+    return tensor if tensor is None or str(tensor.dtype) == f"torch.{dtype}" else tensor.float()
 
 
 def _dtype(tensor: Tensor) -> int:

@@ -37,7 +37,7 @@ class _BlocksProduct(Product):
         super().__init__(needs, tensors)
         parts = _parts(tensors.linear)
         self.struct = byref(Quant(self.op, (Part * MOST_PARTS)(*parts), len(parts)))
-        self.run = library.kernels("quant").quant
+        self.run = library.kernels("quant", dtype=needs.dtype).quant
 
 
 def _parts(weights: LinearWeights) -> list[Part]:
@@ -96,4 +96,4 @@ class QuantEmbedding:
     def bind(needs: EmbedNeeds, tensors: EmbedTensors) -> Embed:
         part = Part(tensors.weight.data_ptr(), needs.num_rows, KIND_NUMBERS[needs.weight_format])
         op = QuantEmbed(part, needs.hidden_size, scale_of(needs), DTYPES[needs.dtype])
-        return EmbeddingRows(needs, tensors, library.kernels("quant").quant_embed, op)
+        return EmbeddingRows(needs, tensors, library.kernels("quant", dtype=needs.dtype).quant_embed, op)

@@ -48,12 +48,12 @@ class NativeQkNormRopeWriteKv:
             return [f"kv dtype {needs.kv_dtype}, only that of the model"]
         if not needs.writes_kv:
             return ["rows of queries alone"]
-        why = library.reason_against()
+        why = library.reason_against(dtype=needs.dtype)
         return [why] if why else []
 
     @staticmethod
     def bind(needs: QkNormRopeWriteKvNeeds, tensors: QkNormRopeWriteKvTensors) -> QkNormRopeWriteKv:
-        rope, run = make_rope(needs, tensors), library.kernels().rope_write
+        rope, run = make_rope(needs, tensors), library.kernels(dtype=needs.dtype).rope_write
         heads, kv_heads, head_dim = needs.num_heads, needs.num_kv_heads, needs.head_dim
         kept = tensors  # the struct has their addresses
 

@@ -59,7 +59,7 @@ class NativeSample:
             reasons.append(f"variant {needs.variant!r}")
         if needs.num_logprobs > MOST_LOGPROBS:
             reasons.append(f"{needs.num_logprobs} logprobs, at most {MOST_LOGPROBS}")
-        why = library.reason_against()
+        why = library.reason_against(dtype=None)
         return reasons or ([why] if why else [])
 
     @staticmethod
@@ -74,7 +74,7 @@ class _Greedy:
 
     def __init__(self, tensors: SampleTensors) -> None:
         self._tensors = tensors  # the struct has their addresses
-        self._struct, self._run = byref(make_batch(tensors.state)), library.kernels().take_best
+        self._struct, self._run = byref(make_batch(tensors.state)), library.kernels_of_any_dtype().take_best
 
     def __call__(self, logits: Tensor, slots: Tensor, result: Tensor) -> None:
         logits, slots = _row_wise(logits), slots.contiguous()
@@ -94,7 +94,7 @@ class _Full:
     def __init__(self, needs: SampleNeeds, tensors: SampleTensors) -> None:
         state, mask, logprobs = tensors.state, tensors.mask, tensors.logprobs
         self._tensors, self._side = tensors, state.side  # the structs have their addresses
-        self._run = library.kernels().sample
+        self._run = library.kernels_of_any_dtype().sample
         self._op = _Sampler(
             batch=pointer(make_batch(state)), vocab_size=needs.vocab_size,
             seeds=state.seeds.data_ptr(), side_slots=state.side_slots.data_ptr(),
@@ -157,12 +157,12 @@ class NativeLogprobs:
     def unsupported(needs: LogprobsNeeds) -> list[str]:
         if needs.num_logprobs > MOST_LOGPROBS:
             return [f"{needs.num_logprobs} logprobs, at most {MOST_LOGPROBS}"]
-        why = library.reason_against()
+        why = library.reason_against(dtype=None)
         return [why] if why else []
 
     @staticmethod
     def bind(needs: LogprobsNeeds, tensors: LogprobsTensors) -> Logprobs:
-        run = library.kernels().logprobs
+        run = library.kernels_of_any_dtype().logprobs
 
         def write(logits: Tensor, token_ids: Tensor, target: LogprobTensors) -> None:
             logits, token_ids = _row_wise(logits), token_ids.contiguous()

@@ -64,7 +64,7 @@ def _make_groups(state: BatchTensors, buffers: InputBuffers) -> list[_Group]:
 
 
 def _no_kernels() -> list[str]:
-    why = library.reason_against()
+    why = library.reason_against(dtype=None)
     return [why] if why else []
 
 
@@ -78,7 +78,7 @@ class NativePrepareInputs:
     @staticmethod
     def bind(needs: PrepareInputsNeeds, tensors: PrepareInputsTensors) -> PrepareInputs:
         state, buffers = tensors.state, tensors.buffers
-        groups, run = _make_groups(state, buffers), library.kernels().prepare_inputs
+        groups, run = _make_groups(state, buffers), library.kernels_of_any_dtype().prepare_inputs
         inputs = _Inputs(
             pointer(make_batch(state)), buffers.input_ids.data_ptr(), buffers.positions.data_ptr(),
             buffers.query_start_loc.data_ptr(), buffers.seq_lens.data_ptr(), (_Group * len(groups))(*groups), len(groups),

@@ -138,8 +138,8 @@ def keeps_packed(config: BuildConfig) -> bool:
 
 
 def keeps_blocks(config: BuildConfig) -> bool:
-    """Return whether experts are kept in blocks, where they can be. The op in C has no float16."""
-    return is_for_cpu(config) and config.dtype != torch.float16
+    """Return whether experts are kept in blocks, where they can be: for the op in C."""
+    return is_for_cpu(config)
 
 
 class SparseMoe(nn.Module):

@@ -19,7 +19,7 @@ from pelton.sampling.logprobs import LogprobTensors
 from pelton_backends.native.linear import NativeAddNormLogits
 from pelton_backends.native.sampling import NativeSample
 
-CPU, DTYPES = torch.device("cpu"), [torch.float32, torch.bfloat16]
+CPU, DTYPES = torch.device("cpu"), [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(params=WIDTHS)

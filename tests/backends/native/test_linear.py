@@ -45,7 +45,7 @@ class Loaded:
         return op
 
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
 SHAPES = [(64, 96), (66, 10), (130, 33), (576, 960), (7, 5)]  # in, out
 
@@ -232,7 +232,7 @@ def test_add_norm_logits_equal_the_reference(isa, dtype, rows, soft_cap, num_col
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"dtype": "float16"}, "dtype float16"),
+        ({"dtype": "float64"}, "dtype float64"),
         ({"linear": LinearSpec(in_features=8, out_features=8, weight_format="q4")}, "weight format 'q4'"),
     ],
     ids=str,

@@ -10,7 +10,7 @@ from pelton_backends.native.lora import NativeLora
 from pelton_platforms.device.graphs.call_graph import CallGraphRecorder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("slots", "size", "parts", "options"), SHAPES, ids=lambda value: "")
 def test_follows_the_reference(slots, size, parts, options, dtype):
     check_lora(make_lora_case(slots, size, parts, dtype=dtype, **options), NativeLora, slots)
@@ -22,8 +22,8 @@ def test_many_rows_on_several_threads():
 
 
 def test_other_dtypes_are_refused():
-    assert NativeLora.unsupported(make_lora_case([0], 8, (8,), dtype=torch.float16).needs) == [
-        "dtype float16, only float32, bfloat16"
+    assert NativeLora.unsupported(make_lora_case([0], 8, (8,), dtype=torch.float64).needs) == [
+        "dtype float64, only float32, bfloat16, float16"
     ]
 
 

@@ -10,7 +10,7 @@ from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
 pytestmark = pytest.mark.covering(3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize(
     "head_dim, rotary_dim, norm",

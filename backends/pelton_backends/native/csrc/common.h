@@ -26,7 +26,13 @@
 /* For the libraries beside this one (build.py): calls within this one are as direct as before. */
 #define SHARED __attribute__((visibility("protected")))
 
+/* Numbers of 16 bits. In a library for models in float16 they are that (PELTON_FLOAT16), and so is all that is called bf16 here and
+   elsewhere, DTYPE_BF16 too; such a library has no products of bfloat16. */
 typedef uint16_t bf16;
+
+#if defined(PELTON_FLOAT16) && PELTON_ISA >= ISA_AVX512_BF16
+#error "products of bfloat16 in a library for float16"
+#endif
 
 enum { DTYPE_F32 = 0, DTYPE_BF16 = 1 };
 
@@ -40,6 +46,36 @@ void *pelton_scratch(size_t bytes);
 void *pelton_shared(size_t bytes);
 void *pelton_between(size_t bytes);
 
+INLINE float half_to_float(uint16_t half) {
+    uint32_t bits = (uint32_t)(half & 0x7fffu) << 13, sign = (uint32_t)(half & 0x8000u) << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    value *= 0x1p112f; /* the exponents' offsets differ by 112 */
+    memcpy(&bits, &value, sizeof bits);
+    bits |= sign | ((half & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u);
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+#if defined(PELTON_FLOAT16)
+INLINE float to_float(bf16 value) { return half_to_float(value); }
+
+/* To nearest, ties to even; from 65,520 on infinite; a NaN stays one. */
+INLINE bf16 to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
+    if (size >= 0x477ff000u)
+        return (bf16)(sign | (size > 0x7f800000u ? 0x7e00u : 0x7c00u));
+    if (size >= 0x38800000u)
+        return (bf16)(sign | (size - (112u << 23) + 0xfffu + (size >> 13 & 1u)) >> 13);
+    float small; /* in steps of 2^-24, as float32 has them beside 0.5 */
+    memcpy(&small, &size, sizeof small);
+    small += 0.5f;
+    memcpy(&size, &small, sizeof size);
+    return (bf16)(sign | (size - 0x3f000000u));
+}
+#else
 INLINE float to_float(bf16 value) {
     uint32_t bits = (uint32_t)value << 16;
     float result;
@@ -54,6 +90,7 @@ INLINE bf16 to_bf16(float value) {
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return (bf16)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
 }
+#endif
 
 INLINE float load(const void *memory, int64_t index, int dtype) {
     return dtype == DTYPE_BF16 ? to_float(((const bf16 *)memory)[index]) : ((const float *)memory)[index];

@@ -4,9 +4,6 @@
 
 #include "vec.h"
 
-typedef uint16_t half_vec __attribute__((vector_size(VEC_BYTES / 2)));
-typedef uint16_t loose_half_vec __attribute__((vector_size(VEC_BYTES / 2), aligned(2), may_alias));
-
 INLINE vec vec_select(ivec where, vec yes, vec no) { return (vec)(((ivec)yes & where) | ((ivec)no & ~where)); }
 
 INLINE float vec_sum(vec numbers) {
@@ -16,31 +13,27 @@ INLINE float vec_sum(vec numbers) {
     return sum;
 }
 
-/* As `to_bf16`, but each in the upper half of its place. */
-INLINE uvec bf16_bits(vec numbers) {
-    uvec bits = (uvec)numbers, is_nan = (uvec)(numbers != numbers);
-    uvec rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return (rounded & ~is_nan) | ((bits | 0x400000u) & is_nan);
-}
-
 /* To the dtype's precision. */
 INLINE vec vec_round(vec numbers, int dtype) {
+#if defined(PELTON_FLOAT16)
+    return dtype == DTYPE_BF16 ? vec_widen(vec_narrow(numbers)) : numbers;
+#else
     return dtype == DTYPE_BF16 ? (vec)(bf16_bits(numbers) & 0xffff0000u) : numbers;
+#endif
 }
 
 /* LANES numbers from `index` on. */
 INLINE vec load_lanes(const void *from, int64_t index, int dtype) {
     if (dtype == DTYPE_F32)
         return vec_load((const float *)from + index);
-    half_vec halves = (half_vec) * (const loose_half_vec *)((const bf16 *)from + index);
-    return (vec)(__builtin_convertvector(halves, uvec) << 16);
+    return vec_widen((half_vec) * (const loose_half_vec *)((const bf16 *)from + index));
 }
 
 INLINE void store_lanes(void *to, int64_t index, vec numbers, int dtype) {
     if (dtype == DTYPE_F32)
         vec_store((float *)to + index, numbers);
     else
-        *(loose_half_vec *)((bf16 *)to + index) = (loose_half_vec)__builtin_convertvector(bf16_bits(numbers) >> 16, half_vec);
+        *(loose_half_vec *)((bf16 *)to + index) = (loose_half_vec)vec_narrow(numbers);
 }
 
 /* The first `count` of them: zeros behind, or nothing written. They go through memory by themselves: a vector that is indexed stays

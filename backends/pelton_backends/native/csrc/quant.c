@@ -27,17 +27,6 @@ enum { LOW_STEPS = 254, TILE = QUANT_TILE, SPAN = QUANT_SPAN, BLOCK_OF_ROWS = 12
    - `multiply_panels`: sums of rows [row, row + m) by one or two panels of one kind: [m][SPAN], 16 a panel. m is at most TILE
    - `round_inputs`: a row of a call, after its norm, to `x`. */
 
-INLINE float half_to_float(uint16_t half) {
-    uint32_t bits = (uint32_t)(half & 0x7fffu) << 13, sign = (uint32_t)(half & 0x8000u) << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    value *= 0x1p112f; /* the exponents' offsets differ by 112 */
-    memcpy(&bits, &value, sizeof bits);
-    bits |= sign | ((half & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u);
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 INLINE int32_t four_at(const int8_t *numbers, int64_t index) {
     int32_t four;
     memcpy(&four, numbers + 4 * index, sizeof four);
