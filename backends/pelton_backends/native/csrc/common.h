@@ -64,11 +64,11 @@ INLINE float to_float(bf16 value) { return half_to_float(value); }
 INLINE bf16 to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    uint32_t sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
+    uint32_t sign = (bits >> 16) & 0x8000u, size = bits & 0x7fffffffu;
     if (size >= 0x477ff000u)
         return (bf16)(sign | (size > 0x7f800000u ? 0x7e00u : 0x7c00u));
     if (size >= 0x38800000u)
-        return (bf16)(sign | (size - (112u << 23) + 0xfffu + (size >> 13 & 1u)) >> 13);
+        return (bf16)(sign | ((size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13));
     float small; /* in steps of 2^-24, as float32 has them beside 0.5 */
     memcpy(&small, &size, sizeof small);
     small += 0.5f;

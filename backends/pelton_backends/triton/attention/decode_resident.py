@@ -29,12 +29,8 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 COLUMNS, _NARROW = 16, 8  # of the kernel's tile: query heads of a kv head, of all tokens of a row
-_FEWEST, _FEWEST_WITH_DRAFTS, _FEWEST_WIDE, _FEW_KV_HEADS = (
-    96,
-    64,
-    129,
-    4,
-)  # pairs of row and kv head; see `resident_shape`
+_FEWEST, _FEWEST_WITH_DRAFTS, _FEWEST_WIDE = 96, 64, 129  # pairs of row and kv head; see `resident_shape`
+_FEW_KV_HEADS = 4
 _START = 2  # chunks' worth of time that the start of a row costs
 _SHARE = tl.constexpr(SHARE)
 
