@@ -33,8 +33,12 @@ PLACE = bytes(4)
 
 
 class OfThisProcess(stand_in.StandIn):
+    is_over = False
+
     def _check_parent(self) -> None:
-        """It ends its process where there is no parent."""
+        """It ends its process where there is no parent, which here ends its thread: sockets are closed by who uses them."""
+        if self.is_over:
+            raise EngineDeadError("the test is over")
 
 
 class Stage:
@@ -95,7 +99,9 @@ def make(tmp_path: Path) -> Iterator[Callable[[], Stage]]:
 
     yield build
     for stage in made:
+        stage._stand_in.is_over = True
         stage.inputs.send(protocol.encode(protocol.Shutdown()))
+        stage.end()
         stage.context.destroy(0)
         stage._stand_in._context.destroy(0)
         shutil.rmtree(stage.folder, ignore_errors=True)
