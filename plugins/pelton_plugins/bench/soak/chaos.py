@@ -232,10 +232,12 @@ class _Chaos:
         return arguments.num_engines * arguments.num_ranks if arguments.num_ranks > 1 else 0
 
     def _all_are_back(self) -> bool:
-        """With one engine or one API process of several the server is healthy too."""
+        """With one engine or one API process of several the server is healthy too, and for a moment beside one that hangs."""
         wanted = self.arguments.num_engines, self._num_ranks_wanted, self.arguments.api_server_count
-        num_servers = len(_children(self.process.pid, API))
-        return (self._num_engines_alive(), self._num_ranks_alive(), num_servers) == wanted
+        servers, engines = _children(self.process.pid, API), _children(self.process.pid, ENGINE)
+        if any(map(_is_stopped, [*servers, *engines, *self._ranks()])):
+            return False
+        return (len(engines), self._num_ranks_alive(), len(servers)) == wanted
 
     def _num_engines_alive(self) -> int:
         return len(_children(self.process.pid, ENGINE))
@@ -289,6 +291,12 @@ def _sample(text: str, name: str) -> float:
     if not values:
         raise ValueError(name)
     return sum(values)
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _children(pid: int, wanted: str) -> list[int]:
