@@ -227,19 +227,21 @@ def kernels(*groups: str, dtype: str = "bfloat16", isa: InstructionSet | None = 
 
     groups: of `build.GROUPS`, beside the base. dtype: of the model. They compute on as many threads as torch does when this is called.
     """
-    isa = (isa or isa_in_use()).for_dtype(dtype)
-    loaded = _loaded.pop(isa, None) or Kernels(isa, EXTRA_FLAGS, groups)
-    _loaded[isa] = loaded  # the last one
+    global _last
+    _last = isa = (isa or isa_in_use()).for_dtype(dtype)
+    loaded = _loaded.get(isa)
+    if loaded is None:
+        loaded = _loaded[isa] = Kernels(isa, EXTRA_FLAGS, groups)
     loaded.load(groups)
     loaded.set_threads(torch.get_num_threads())
     return loaded
 
 
 def kernels_of_any_dtype() -> Kernels:
-    """As `kernels`, for ops that read no number of 16 bits: those of the model's dtype, so that a process has one pool of threads."""
+    """As `kernels`, for ops that read no number of 16 bits: those that were asked for last, of the model's dtype, so that a process has
+    one pool of threads."""
     isa = isa_in_use()
-    of_last = [one for one in _loaded if one in (isa, isa.for_dtype("float16"))]
-    return kernels(isa=of_last[-1] if of_last else isa)
+    return kernels(dtype="float16" if _last == isa.for_dtype("float16") else "bfloat16")
 
 
 def groups_of_dtype(dtype: str) -> tuple[str, ...]:
@@ -273,6 +275,7 @@ def use_isa(name: str | None) -> None:
 
 _best_set, _available_sets = cache(best_set), cache(available_sets)
 _loaded: dict[InstructionSet, Kernels] = {}
+_last: InstructionSet | None = None
 
 
 def _typed(function: Any, result: type | None, *arguments: type) -> Callable[..., int]:
