@@ -115,6 +115,13 @@ class Checks:
         if reduce.add_norm(torch.zeros(0, 1024, device=self.device), None, norm, spec, None, None) is not None:
             yield "no rows are served"
 
+    def nothing_is_sent(self) -> Iterator[str]:
+        """Products send rows between two ranks alone: more of them sum rows themselves."""
+        reduce = self.bound(64, torch.bfloat16)
+        reduce.open_to_send()
+        if reduce.to_send(23) is not None:
+            yield f"rows of a product are sent among {self.group.size} ranks"
+
     def compiled_alone(self) -> Iterator[str]:
         """A rank that goes through steps for their kernels alone brings nothing and waits for nobody: the others may not do so."""
         dtype, width = torch.float32, 64
@@ -200,6 +207,8 @@ def main() -> int:
         report["many rows captured"] = list(checks.captured())
     if size == 2:
         report["sent rows"] = list(checks.run(((1, 64), (70, 320), *GPU_SENT_SHAPES[: device != "cpu"]), is_sent=True))
+    else:
+        report["nothing is sent"] = list(checks.nothing_is_sent())
     communicator.all_reduce(torch.ones(1, device=device))  # nobody leaves before all are done
     print(json.dumps(report), flush=True)
     os._exit(0)

@@ -135,8 +135,8 @@ class SumAddNorm:
         return self._reduce(partial)
 
     def open_to_send(self) -> None:
-        """See `AllReduce`. Once for all layers."""
-        if self._memory.many is not None and self._memory.sent is None:
+        """See `AllReduce`. Once for all layers, and between two ranks alone."""
+        if self._communicator.size == 2 and self._memory.many is not None and self._memory.sent is None:
             words = self._width * self._dtype.itemsize // 4
             self._memory.sent = SentMemory.open(self._communicator, words)
 
