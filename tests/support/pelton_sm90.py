@@ -244,7 +244,7 @@ class Attention:
         )  # fmt: skip
 
     def resident(self) -> None:
-        """Two programs a multiprocessor, one and four, then rows of four tokens and of six, which are two tiles of columns."""
+        """Two programs a multiprocessor, one, four, two for many rows, then rows of four tokens and of six: two tiles of columns."""
         made = NormRope(HEAD_DIM, self.cos_sin, self.norm, self.norm, self.spec)
         keys, values = self.caches
         parts = ResidentParts.allocate(keys.device)
@@ -253,10 +253,12 @@ class Attention:
             (1, 4, 1, 2),
             (1, 4, 2, 3),
             (1, 1, 2, 3),
+            (1, 4, 1, 3),
             (4, 4, 2, 3),
             (6, 4, 1, 2),
         ):
-            shape, starts = ResidentShape(32, warps, pieces, buffers), self.starts if num_tokens > 1 else None
+            is_ahead, starts = (num_tokens, pieces, buffers) == (1, 1, 3), self.starts if num_tokens > 1 else None
+            shape = ResidentShape(32, warps, pieces, buffers, is_ahead=is_ahead)
             deal_resident(
                 self.lengths, self.table, parts.shares, shape, num_rows=32, query_start_loc=starts, pdl=self.pdl
             )

@@ -67,7 +67,16 @@ READ: dict[str, tuple[int, ...]] = {
     "hopper_latent": (1,),
     "parts": (1, 2, 4),
     "sparse": (0, 2),
-    "resident": (2, 3, 6, 7, 8, 9),  # two pieces of a row, of one token and of four, and two tiles of columns
+    "resident": (
+        2,
+        3,
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+    ),  # two pieces of a row, many rows, four tokens of a row, and two tiles of columns
     "many_gated": (),
     "sampling with all": (),
     "QKV of prompts with adapters": (),  # gate and up have more to do
@@ -357,7 +366,7 @@ def test_rows_are_dealt_out_by_a_kernel_that_waits_too(bfloat16: Kernels) -> Non
 def test_programs_that_run_at_once_copy_before_they_wait_and_keep_all_in_registers(bfloat16: Kernels) -> None:
     """A program that has nothing to do waits too, if it is the first one: its wait comes before all copies."""
     kernels = bfloat16("resident")
-    assert [kernel["kernel"] for kernel in kernels] == ["deal_resident_kernel", "resident_decode_kernel"] * 5
+    assert [kernel["kernel"] for kernel in kernels] == ["deal_resident_kernel", "resident_decode_kernel"] * 6
     kernels = with_code(kernels)
     for kernel in kernels:
         code = kernel["instructions"]

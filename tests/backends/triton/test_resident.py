@@ -119,7 +119,7 @@ def test_programs_run_at_once_and_have_all_rows() -> None:
         shape = resident_shape(rows, kv_heads, group, num_tokens, 132)
         if shape is None:
             continue
-        assert rows <= shape.programs
+        assert rows <= shape.programs or (shape.is_ahead and num_tokens == 1)
         copied, sums = shape.buffers * shape.chunk * 2 * 256, 4096 if group * num_tokens <= 8 else 8192
         each = -(-shape.programs * kv_heads // 132)
         assert each * (copied + sums * shape.warps + 1280) <= 228 * 1024, (
@@ -127,9 +127,15 @@ def test_programs_run_at_once_and_have_all_rows() -> None:
         )
         assert shape.chunk // 16 <= 16, "a share has the blocks of its first chunk"
     chosen = {
-        (rows, kv_heads): resident_shape(rows, kv_heads, 2, 1, 132) for rows in (16, 32, 64, 128) for kv_heads in (4, 8)
+        (rows, kv_heads): resident_shape(rows, kv_heads, 2, 1, 132)
+        for rows in (16, 32, 64, 128, 256)
+        for kv_heads in (4, 8)
     }
-    assert [key for key, shape in chosen.items() if shape] == [(16, 8), (32, 4), (32, 8), (64, 4), (128, 4)]
+    assert [key for key, shape in chosen.items() if not shape] == [(16, 4)]
+    shared = {key: shape.programs for key, shape in chosen.items() if shape and shape.is_ahead}
+    assert shared == {(64, 8): 33, (128, 8): 33, (256, 4): 66, (256, 8): 33}, (
+        "two programs a multiprocessor have all rows"
+    )
     assert chosen[16, 8] == ResidentShape(16, 4, 2, 3, uneven=2, short=256) and resident_shape(11, 8, 2, 1, 132) is None
     assert resident_shape(8, 8, 2, 4, 132) == resident_shape(16, 8, 2, 4, 132) == chosen[16, 8]
     assert resident_shape(7, 8, 2, 4, 132) is None, "drafts of few rows have a kernel of their own"
@@ -221,6 +227,8 @@ class Case:
     skipped: tuple[int, ...] = ()  # rows whose new entries the cache does not get
 
 
+MANY_LENGTHS = tuple(17 * i * i % 397 if i % 11 else 0 for i in range(1, 150))
+
 CASES = {
     "a-program-a-row": Case(how=WHOLE),
     "even-shares": Case(how=EVEN, shape=ResidentShape(24, 1, 2, 3)),
@@ -237,6 +245,16 @@ CASES = {
     "large-chunks": Case(how=EVEN, num_kv_heads=8, shape=ResidentShape(16, 4, 2, 3), lengths=(70, 0, 3000, 5, 1, 128, 129)),
     "large-chunks-whole": Case(how=WHOLE, num_kv_heads=8, norms=True, shape=ResidentShape(16, 4, 2, 3)),
     "four-warps-whole": Case(how=WHOLE, num_kv_heads=8, norms=True, shape=ResidentShape(33, 4, 1, 3)),
+    "many-rows": Case(
+        how=EVEN, num_kv_heads=8, norms=True, shape=ResidentShape(33, 4, 1, 2, is_ahead=True), lengths=MANY_LENGTHS,
+    ),
+    "many-rows-of-few-programs": Case(
+        how=EVEN, num_heads=32, norms=True, unit_offset=True, shape=ResidentShape(5, 4, 1, 2, is_ahead=True), lengths=MANY_LENGTHS,
+        skipped=(1, 4),
+    ),
+    "many-rows-not-rotated": Case(
+        dtype="float16", rotary_dim=0, shape=ResidentShape(7, 1, 2, 3, is_ahead=True), lengths=MANY_LENGTHS,
+    ),
     "drafts": Case(num_kv_heads=8, norms=True, lengths=(30, 4, 33, 0, 90), counts=(4, 1, 2, 0, 4), shape=ResidentShape(33, 2, 2, 3)),
     "drafts-of-four-warps": Case(
         num_kv_heads=8, norms=True, lengths=(30, 4, 333, 0, 90, 260), counts=(4, 1, 2, 0, 4, 4), shape=ResidentShape(33, 4, 1, 3),

@@ -1,9 +1,9 @@
-"""Decode attention by as many programs as run at once, for Hopper: 12 rows of 8 kv heads and more, 8 of them with drafts.
+"""Decode attention by as many programs as run at once, for Hopper: 12 rows of 8 kv heads and more, 8 to 33 of them with drafts.
 
 Where pairs of row and kv head are about as many as programs that have room, each program has a pair: nothing is brought together, and
 its first keys are on their way before the kernel before it has ended. What programs have on its way fills a multiprocessor's shared
-memory, so that none takes more of them than its share. Rows of which one is much longer than the others are shared out evenly instead:
-all rows' chunks on one line, cut into as many pieces as there are programs. `deal_resident_kernel` says which, once a step.
+memory, so that none takes more of them than its share. More rows, and rows of which one is much longer than the others, are shared out
+evenly instead: all rows' chunks on one line, cut into as many pieces as there are programs. `deal_resident_kernel` says which, once a step.
 
 The kernel is in `decode_resident_kernel.py`; other devices, heads and kinds of attention keep `decode.py` and `decode_drafts.py`.
 """
@@ -127,6 +127,8 @@ class ResidentShape:
     uneven: int = 4
     short: int = 512
     """A row that is longer than so many even shares, and than so many tokens, is more than one program should have."""
+    is_ahead: bool = False
+    """Programs have several rows, and read what the next one's start needs in time. Rows have one token."""
 
     @property
     def chunk(self) -> int:
@@ -154,8 +156,24 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
     `drafts_kernel` was before, whole steps of the 0.6B at 256 and 1,000 tokens: 16 rows 880 and 1,162 us for 1,007 and 1,304, 12 rows 869
     and 1,111 for 977 and 1,219, 8 rows 744 and 982 for 851 and 1,054; fewer were not measured.
 
-    Of 34 to 66 rows of 8 kv heads equal ones are faster here (64 of 256 tokens 17.6 for 22.3), but lengths that differ much are not
-    (log-normal 36.3 for 34.4), nor are those of more pairs, with eight programs a multiprocessor (74.0 for 65.5).
+    More rows share two programs a multiprocessor evenly, whatever their lengths, and each program reads what its next row's start needs
+    while it has the row before. Whole steps, us, by `decode_kernel` and so (lengths from a quarter to 7 quarters of the mean where it says
+    uneven), 8 kv heads:
+
+    | rows x tokens     | Qwen3-0.6B   | Llama-3.1-8B   |
+    | 48 x 280          | 1,220; 1,181 | 4,731; 4,675   |
+    | 64 x 280          | 1,351; 1,203 | 4,868; 4,747   |
+    | 64 x 580, uneven  | 1,857; 1,786 | 5,470; 5,406   |
+    | 128 x 150         | 1,427; 1,400 | 5,630; 5,716   |
+    | 128 x 280         | 1,865; 1,794 | 6,115; 6,149   |
+    | 128 x 560         | 2,885; 2,784 | 7,557; 7,102   |
+    | 256 x 280         | 3,371; 3,253 | 10,202; 10,149 |
+    | 256 x 570, uneven | 5,357; 5,124 | 12,513; 12,196 |
+
+    Of Qwen3-30B-A3B (4 kv heads, groups of 8) 256 rows of 280 tokens 20,124 and 19,247, of 560 22,222 and 20,881. Attention alone in a
+    chain, 256 x 560 there: 102.6 and 75.0, where keys and values take 68.3 of copy bandwidth. Four programs of one warp are faster for
+    short rows (8B, 128 x 150 5,594, 128 x 280 6,061) and slower for long ones (64 x 580 uneven 5,503, 256 x 570 uneven 12,385); a third
+    chunk on its way gains up to 2 % in the chain and loses in steps (0.6B, 128 x 150 1,551).
     """
     columns, pairs = group * num_tokens, num_rows * num_kv_heads
     if num_tokens == 1:
@@ -170,6 +188,8 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
         return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2)
     if num_rows <= 4 * num_sms // num_kv_heads and num_kv_heads <= _FEW_KV_HEADS and num_tokens == 1:
         return ResidentShape(4 * num_sms // num_kv_heads, warps=1, pieces=2, buffers=3)
+    if num_tokens == 1:
+        return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2, is_ahead=True)
     return None
 
 
@@ -219,7 +239,8 @@ def deal_resident(
     arguments = (
         seq_lens, query_start_loc, block_table, shares, block_table.stride(0), num_rows, shape.uneven, shape.short, _START,
     )  # fmt: skip
-    _launch_deal(key, (shape.programs,), arguments, constants, num_warps=1, **launch_options(pdl))
+    num_warps = 1 if num_rows <= 256 else 4
+    _launch_deal(key, (shape.programs,), arguments, constants, num_warps=num_warps, **launch_options(pdl))
 
 
 class ResidentDecode:
@@ -287,6 +308,7 @@ class ResidentDecode:
             assert 2 * shape.programs * self._num_kv_heads <= len(self._last[3]), "places for parts"
             constants = {
                 **self._constants, "W": shape.warps, "J": shape.pieces, "BUFFERS": shape.buffers, "IS_EARLY": is_settled,
+                "IS_AHEAD": shape.is_ahead,
             }  # fmt: skip
             variant = _launch.variant(self._key, constants, num_warps=shape.warps, **self._options)
             self._variants[shape, is_settled] = variant

@@ -108,31 +108,56 @@ def _angles(cos_sin, position, dim, ROTARY_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _one_token(
-    tokens, k_at, v_at, head, is_owner, slot, cos, sin, norms, x_smem, scale, MMA: gl.constexpr, EPS: gl.constexpr,
-    UNIT_OFFSET: gl.constexpr, ROTARY_DIM: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr,
-    W: gl.constexpr, HEADS: gl.constexpr,
+def _token_at(slot_mapping, cos_sin, row, position, ROTARY_DIM: gl.constexpr, HEADS: gl.constexpr):
+    """Slot, cosine and sine of a row with one token."""
+    slot = gl.load(slot_mapping + row)
+    cos, sin = slot, slot
+    if ROTARY_DIM > 0:
+        cos, sin = _angles(cos_sin, position, gl.arange(0, _D, gl.SliceLayout(0, HEADS)), ROTARY_DIM)
+    return slot, cos, sin
+
+
+@gluon.jit
+def _token_of(
+    query, row, stride_query, head, ROTARY_DIM: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr,
+    MMA: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Query heads and the new token of a row with one. tokens: its row of QKV's; k_at, v_at: the new entries' places.
+    """Query heads, new key and new value of a row with one token, with each number's partner of the rotation."""
+    member = gl.arange(0, M, gl.SliceLayout(1, HEADS))
+    dim = gl.arange(0, _D, gl.SliceLayout(0, HEADS))
+    wide = gl.arange(0, _D, gl.SliceLayout(1, gl.SliceLayout(0, MMA)))
+    token = query + row.to(gl.int64) * stride_query
+    rows = token + gl.expand_dims((head * GROUP + gl.minimum(member, GROUP - 1)) * _D, 1)
+    key_row = token + (NUM_KV_HEADS * GROUP + head) * _D
+    own, own_key = gl.load(rows + gl.expand_dims(dim, 0)), gl.load(key_row + dim)
+    value = gl.load(key_row + NUM_KV_HEADS * _D + wide)
+    other, other_key = own, own_key
+    if ROTARY_DIM > 0:
+        partner = _partner_of(dim, ROTARY_DIM)
+        other, other_key = gl.load(rows + gl.expand_dims(partner, 0)), gl.load(key_row + partner)
+    return own, other, own_key, other_key, value
+
+
+@gluon.jit
+def _one_token(
+    at_token, token, keys, values, is_owner, norms, x_smem, stride_block, scale, MMA: gl.constexpr, EPS: gl.constexpr,
+    UNIT_OFFSET: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROTARY_DIM: gl.constexpr, M: gl.constexpr, W: gl.constexpr,
+    HEADS: gl.constexpr,
+):  # fmt: skip
+    """Query heads and the new token of a row with one, which `_token_at` and `_token_of` have read. keys, values: the kv head's.
 
     Returns the queries as the products' right side, and maximum, sum and weighted values of the new token: the first warp's of the owner,
     else of nothing."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
     TOP: gl.constexpr = gl.SliceLayout(1, MMA)
     dtype: gl.constexpr = x_smem.dtype
-    member = gl.arange(0, M, gl.SliceLayout(1, HEADS))
     dim = gl.arange(0, _D, gl.SliceLayout(0, HEADS))
     wide = gl.arange(0, _D, gl.SliceLayout(1, COLUMNS))
-    partner = _partner_of(dim, ROTARY_DIM)
-    rows = tokens + gl.expand_dims((head * GROUP + gl.minimum(member, GROUP - 1)) * _D, 1)
-    key_row = tokens + (NUM_KV_HEADS * GROUP + head) * _D
-    raw, raw_key = gl.load(rows + gl.expand_dims(dim, 0)), gl.load(key_row + dim)
-    x, key = raw.to(gl.float32), raw_key.to(gl.float32)
-    value = gl.load(key_row + NUM_KV_HEADS * _D + wide)
-    other, other_key = x, key
-    if ROTARY_DIM > 0:
-        other = gl.load(rows + gl.expand_dims(partner, 0)).to(gl.float32)
-        other_key = gl.load(key_row + partner).to(gl.float32)
+    slot, cos, sin = at_token
+    own, other, own_key, other_key, value = token
+    at = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * _D
+    x, key = own.to(gl.float32), own_key.to(gl.float32)
+    other, other_key = other.to(gl.float32), other_key.to(gl.float32)
     if EPS is not None:
         q_own, k_own, q_other, k_other = norms
         rstd = gl.expand_dims(1.0 / gl.sqrt(gl.sum(x * x, 1) / _D + EPS), 1)
@@ -148,8 +173,8 @@ def _one_token(
     query, new_key = x.to(dtype), key.to(dtype)
     x_smem.store(query)
     if is_owner & (slot >= 0):
-        gl.store(k_at + dim, new_key)
-        gl.store(v_at + wide, value)
+        gl.store(keys + at + dim, new_key)
+        gl.store(values + at + wide, value)
     products = gl.sum(query.to(gl.float32) * gl.expand_dims(new_key.to(gl.float32), 0), 1) * (scale * _LOG2E)
     logit = gl.expand_dims(gl.convert_layout(products, gl.SliceLayout(0, TOP)), 0)
     is_mine = gl.expand_dims(is_owner & (gl.arange(0, W, gl.SliceLayout(1, TOP)) == 0), 1)
@@ -344,12 +369,13 @@ def resident_decode_kernel(
     part_sums, part_stats, arrivals, stride_query, stride_output, stride_table, stride_block, stride_head, scale, EPS: gl.constexpr,
     UNIT_OFFSET: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROTARY_DIM: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     TOKENS: gl.constexpr, M: gl.constexpr, W: gl.constexpr, J: gl.constexpr, BUFFERS: gl.constexpr, IS_EARLY: gl.constexpr,
-    PDL: gl.constexpr,
+    IS_AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments: see `ResidentDecode`. A program is a kv head and a share of all rows' chunks, which `deal_resident` has written.
 
     IS_EARLY: shares, lengths, table, positions and slots are there before the wait (see `runtime`), and keys and values are of earlier
-    steps, so that the first copies are under way by then.
+    steps, so that the first copies are under way by then. IS_AHEAD: programs have several rows with one token, and read what a row's
+    start needs while the row before is attended to.
     """
     C: gl.constexpr = 16 * J * W
     KEYS: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [W, 1, 1], [2, 1, 0])
@@ -427,12 +453,22 @@ def resident_decode_kernel(
     of_warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
     place_of = gl.expand_dims(gl.expand_dims(of_warp * 16, 1) + gl.expand_dims(within, 0), 2)
     buffer = gl.to_tensor(0)
+    at_token, token, next_position = 0, 0, first_row.to(gl.int64)
+    if IS_AHEAD:
+        if ROTARY_DIM > 0:
+            next_position = gl.load(positions + first_row)
+        at_token = _token_at(slot_mapping, cos_sin, first_row, next_position, ROTARY_DIM, HEADS)
+        if ROTARY_DIM > 0:
+            next_position = gl.load(positions + gl.minimum(first_row + 1, last_row))
+        if PDL:
+            gdc_wait()
+        token = _token_of(query, first_row, stride_query, head, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, MMA, HEADS)
     for row in range(first_row, last_row + 1):
         begin = gl.where(row == first_row, first_chunk, 0)
         end = gl.maximum(last_key + C - 1, 0) // C
         if row == last_row:
             end = gl.minimum(end, end_chunk)
-        first_token, query_len, slot = row, gl.to_tensor(1), gl.to_tensor(0).to(gl.int64)
+        first_token, query_len = row, gl.to_tensor(1)
         cos, sin = 0, 0
         if TOKENS > 1:
             first_token = gl.load(query_start_loc + row)
@@ -442,19 +478,31 @@ def resident_decode_kernel(
                 of_row = gl.minimum(gl.where(of_row < M, of_row // GROUP, of_row - M), gl.maximum(query_len - 1, 0))
                 position = gl.expand_dims(gl.load(positions + first_token + of_row), 1)
                 cos, sin = _angles(cos_sin, position, gl.expand_dims(dim, 0), ROTARY_DIM)
-        else:
-            slot = gl.load(slot_mapping + row)
+        elif not IS_AHEAD:
+            position = first_row.to(gl.int64)
             if ROTARY_DIM > 0:
-                cos, sin = _angles(cos_sin, gl.load(positions + row), dim, ROTARY_DIM)
-        if PDL:
-            gdc_wait()
+                position = gl.load(positions + row)
+            at_now = _token_at(slot_mapping, cos_sin, row, position, ROTARY_DIM, HEADS)
+        next_key = last_key
+        if IS_AHEAD:
+            at_now, now = at_token, token
+            if row < last_row:  # what the next row's start reads comes while this one's keys do
+                at_token = _token_at(slot_mapping, cos_sin, row + 1, next_position, ROTARY_DIM, HEADS)
+                token = _token_of(query, row + 1, stride_query, head, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, MMA, HEADS)
+                next_key = _keys_of(row + 1, query_start_loc, seq_lens, TOKENS)
+                if ROTARY_DIM > 0:
+                    next_position = gl.load(positions + gl.minimum(row + 2, last_row))
+        else:
+            if PDL:
+                gdc_wait()
+            if TOKENS == 1:
+                now = _token_of(query, row, stride_query, head, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, MMA, HEADS)
         if last_key >= 0:
             is_owner = begin == 0
             if TOKENS == 1:
-                at = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * _D
                 tile, top, total, sums = _one_token(
-                    query + row.to(gl.int64) * stride_query, keys + at, values + at, head, is_owner, slot, cos, sin, norms, x_smem,
-                    scale, MMA, EPS, UNIT_OFFSET, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, W, HEADS,
+                    at_now, now, keys, values, is_owner, norms, x_smem, stride_block, scale, MMA, EPS, UNIT_OFFSET, BLOCK_SIZE, ROTARY_DIM,
+                    M, W, HEADS,
                 )  # fmt: skip
             else:
                 tile, top, total, sums = _some_tokens(
@@ -509,4 +557,7 @@ def resident_decode_kernel(
                 )  # fmt: skip
         if row < last_row:
             gl.thread_barrier()  # the warps' sums have been read
-            last_key = _keys_of(row + 1, query_start_loc, seq_lens, TOKENS)
+            if IS_AHEAD:
+                last_key = next_key
+            else:
+                last_key = _keys_of(row + 1, query_start_loc, seq_lens, TOKENS)

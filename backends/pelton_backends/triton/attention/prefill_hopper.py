@@ -155,6 +155,8 @@ class HopperPrefill:
             alignment(sinks),
         )  # fmt: skip
         self._options = launch_options(pdl)
+        self._counters = torch.zeros(2, dtype=torch.int32, device=self._device)
+        """Items taken beyond each program's first one, and programs that take no more: zeros whenever no kernel runs."""
         self._variants: dict[tuple[bool, bool, bool], Variant] = {}
 
     def __call__(
@@ -181,8 +183,6 @@ class HopperPrefill:
             logs = torch.empty(splits, num_tokens, self._num_heads, dtype=torch.float32, device=device)
             num_items *= splits
         num_programs = min(num_items, self._num_sms)
-        # Counts the items taken beyond each program's first one; where there are none it is not looked at.
-        counter = seq_lens if num_items == num_programs else torch.zeros(1, dtype=torch.int32, device=device)
         kind = causal, splits > 1, skip_single
         variant = self._variants.get(kind)
         if variant is None:
@@ -190,7 +190,7 @@ class HopperPrefill:
             variant = self._variants[kind] = _launch.variant(self._key, constants, num_warps=4, **self._options)
         strides = query.stride(0), output.stride(0)
         arguments = (
-            query, *self._pages, output, parts, logs, query_start_loc, seq_lens, block_table, counter, self._sinks, num_tokens,
+            query, *self._pages, output, parts, logs, query_start_loc, seq_lens, block_table, self._counters, self._sinks, num_tokens,
             *strides, block_table.stride(0), *self._page_strides, first_row, num_reqs, *self._numbers, num_blocks,
             splits,
         )  # fmt: skip

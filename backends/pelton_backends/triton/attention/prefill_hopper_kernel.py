@@ -89,7 +89,7 @@ def _following(
 
 @gluon.jit
 def _copy_pages(
-    k_pages, v_pages, k_smem, v_smem, k_ready, k_free, v_ready, v_free, items, items_ready, items_free, counter,
+    k_pages, v_pages, k_smem, v_smem, k_ready, k_free, v_ready, v_free, items, items_ready, items_free, counters,
     query_start_loc, seq_lens, block_table, table_stride, first_row, num_reqs, num_heads, num_blocks, num_splits, num_items,
     window, k_block_rows, v_block_rows, k_head_rows, v_head_rows, k_head_columns, v_head_columns,
     BLOCK_Q: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -115,13 +115,17 @@ def _copy_pages(
             done += num_tiles
         item = num_items
         if num_items > gl.num_programs(0):
-            item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+            item = gl.atomic_add(counters, 1, sem="relaxed") + gl.num_programs(0)
         slot = n % 2
         mbarrier.wait(items_free.index(slot), ((n // 2) & 1) ^ 1)
         items.index(slot).store(gl.full([1], item, gl.int32, ONE))
         gl.thread_barrier()
         mbarrier.arrive(items_ready.index(slot), count=1)
         n += 1
+    if num_items > gl.num_programs(0):  # noqa: SIM102
+        if gl.atomic_add(counters + 1, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+            gl.store(counters, 0)  # for the next launch
+            gl.store(counters + 1, 0)
 
 
 @gluon.jit
@@ -431,7 +435,7 @@ def _write(
     do_not_specialize=["num_tokens", "table_stride", "first_row", "num_reqs", "num_heads", "num_blocks", "num_splits"]
 )
 def hopper_prefill_kernel(
-    query, k_pages, v_pages, output, parts, logs, query_start_loc, seq_lens, block_table, counter, sinks, num_tokens,
+    query, k_pages, v_pages, output, parts, logs, query_start_loc, seq_lens, block_table, counters, sinks, num_tokens,
     q_stride, output_stride, table_stride,
     k_block_rows, v_block_rows, k_head_rows, v_head_rows, k_head_columns, v_head_columns, first_row, num_reqs, scale, window,
     num_heads, num_blocks, num_splits,
@@ -441,7 +445,8 @@ def hopper_prefill_kernel(
 ):  # fmt: skip
     """An item: one of `num_heads` kv heads, 2 (64 // G) tokens of one row, with SPLIT one share of their keys.
 
-    counter int32, zero: items taken after each program's first one, if there are more items than programs.
+    counters [2] int32, zeros, and zeros again at the end: items taken after each program's first one, if there are more items than
+    programs, and programs that have taken their last.
     """
     BLOCK_Q: gl.constexpr = 2 * (_ROWS // G)
     if PDL:
@@ -492,7 +497,7 @@ def hopper_prefill_kernel(
             )),
             (_copy_pages, (
                 k_pages, v_pages, k_smem, v_smem, k_ready, k_free, v_ready, v_free, items, items_ready, items_free,
-                counter, query_start_loc, seq_lens, block_table, table_stride, first_row, num_reqs, num_heads, num_blocks,
+                counters, query_start_loc, seq_lens, block_table, table_stride, first_row, num_reqs, num_heads, num_blocks,
                 num_splits, num_items, window, k_block_rows, v_block_rows, k_head_rows, v_head_rows, k_head_columns, v_head_columns,
                 BLOCK_Q, BLOCK_SIZE, BLOCK_N, D, STAGES, CAUSAL, WINDOW, SPLIT, SKIP_SINGLE,
             )),

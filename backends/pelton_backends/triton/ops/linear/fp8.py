@@ -31,7 +31,7 @@ from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.fp8_gemv import fp8_add_norm_linear_kernel, fp8_linear_kernel
 from pelton_backends.triton.ops.linear.fp8_one_row import OneRowProduct
 from pelton_backends.triton.ops.linear.gemv import HANDLES
-from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
+from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, halves_of, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
 from pelton_backends.triton.ops.linear.large_batch import add_norm_row, gated, kept_policy
@@ -235,6 +235,7 @@ class _Fp8Matrix:
             self.few = HopperProduct(self.weight, self.bias, activation, self.counters, self.scale)
             self.more = MidBatchProduct(self.weight, self.bias, activation, self.counters, self.scale)
         self.takes_tiles = activation is not None and self.bias is None and can_multiply_many(self.weight)
+        self.arrived = halves_of(self.weight.device) if self.takes_tiles else None
         self.num_sms = num_sms(self.weight.device)
         self.streams_one = self.few is not None and self.weight.numel() >= STREAMED_NUMBERS
 
@@ -269,7 +270,9 @@ class _Fp8Matrix:
                 dtype=self.dtype,
             )  # fmt: skip
         if self.takes_tiles and is_for_tiles(num_rows, *self.weight.shape, self.activation, self.num_sms):
-            return hopper_matmul(rows, self.weight, self.activation, scales=(scales, self.scale), dtype=self.dtype)
+            return hopper_matmul(
+                rows, self.weight, self.activation, scales=(scales, self.scale), dtype=self.dtype, arrived=self.arrived
+            )
         out = torch._scaled_mm(
             rows, self.weight.T, scale_a=scales[:, None], scale_b=self.scale[None, :], bias=self.bias,
             out_dtype=self.dtype, use_fast_accum=True,

@@ -230,6 +230,7 @@ def _multiply(
                 seen = gl.atomic_add(arrived + slot, 0, sem="acquire", scope="gpu")
                 while seen == 0:
                     seen = gl.atomic_add(arrived + slot, 0, sem="acquire", scope="gpu")
+                gl.store(arrived + slot, 0)  # for the next launch
                 total += gl.load(parts + slot * (_ROWS * _COLUMNS) + cells, cache_modifier=".cg")
             if x_scale is not None:
                 of_rows = gl.load(
@@ -282,7 +283,7 @@ def hopper_matmul_kernel(
 
     x_scale, weight_scale: [T], and of the weight's rows, float32, of numbers of one byte; else None
     parts        [num_halved, 3, 64, 256] float32, for the sums of first halves
-    arrived      [num_halved, 3] int32, zeros
+    arrived      [num_halved, 3] int32, zeros, and zeros again at the end
     even_copy, odd_copy, counts, own_counts, calls, rank, turn_rows: as `RowsToSend` has them, None where nothing is sent
     SENT_BLOCKS  blocks of `counts`, a power of two; 0: nothing is sent
     """
@@ -358,9 +359,15 @@ def share_of_work(
     return tiles / (rounds * programs) * num_rows / (triton.cdiv(num_rows, WARP_GROUPS * ROWS) * WARP_GROUPS * ROWS)
 
 
+def halves_of(device: torch.device, most: int | None = None) -> Tensor:
+    """Return what says of tiles that two programs have whether the first half is there: zeros whenever no kernel runs."""
+    most = num_sms(device) // 2 if most is None else most
+    return torch.zeros((most, WARP_GROUPS), dtype=torch.int32, device=device)
+
+
 def hopper_matmul(
     x: Tensor, weight: Tensor, activation: str | None = None, sent: RowsToSend | None = None, *,
-    scales: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype | None = None,
+    scales: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype | None = None, arrived: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x @ weight.T, or activation(x @ gate.T) * (x @ up.T).
 
@@ -369,6 +376,7 @@ def hopper_matmul(
     sent    without an activation: where the result goes too, at most as many rows as there is room for; see `RowsToSend`
     scales  of float8_e4m3fn: those of x [T] and of the weight [N], float32, which sums are multiplied by
     dtype   of the result, of two bytes, where x has one
+    arrived of `halves_of`, for calls on one stream: none has to fill it with zeros
     -> [T, N] or [T, I], contiguous; N or I a multiple of 8
 
     Sums in float32, of float8_e4m3fn as the tensor cores make them; products (gate, up), the activation and its product with up are
@@ -391,7 +399,8 @@ def hopper_matmul(
     tiles, programs = num_tiles(num_rows, weight.shape[0], activation), num_sms(x.device)
     halved = halved_tiles(tiles, in_features, programs)
     parts = torch.empty((halved, WARP_GROUPS, ROWS, COLUMNS), dtype=torch.float32, device=x.device)
-    arrived = torch.zeros((halved, WARP_GROUPS), dtype=torch.int32, device=x.device)
+    if arrived is None:
+        arrived = halves_of(x.device, halved)
     tile, tile_of_x = (gl.NVMMASharedLayout(128, 8 * one.element_size(), rank=2) for one in (out, x))
     step, (x_scale, weight_scale) = 2 * STEP // x.element_size(), scales or (None, None)
     sending: tuple[Any, ...] = (None,) * 7

@@ -37,7 +37,7 @@ from pelton.ops.interface import (
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
 from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES, most_rows
-from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
+from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, halves_of, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.refusals import product_refusals, row_refusals
 from pelton_backends.triton.ops.pieces import activated, empty_rows, normed
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, num_sms, wait_for_inputs
@@ -239,13 +239,16 @@ def product_of(weights: LinearWeights, activation: str | None = None, reduce: Al
         return rows if activation is None else gated(rows, activation)
 
     takes = is_for_tiles(weights, activation)
+    arrived = halves_of(weight.device) if can_multiply_many(weight) else None
     to_send = getattr(reduce, "to_send", None)  # see `AllReduce`
     if to_send is not None:
         reduce.open_to_send()  # type: ignore[union-attr]
 
     def product(x: Tensor) -> Tensor:
         sent = None if to_send is None or x.shape[0] < MIN_ROWS else to_send(x.shape[0])
-        return hopper_matmul(x, weight, activation, sent) if takes(x, sent is not None) else by_cublas(x)
+        if takes(x, sent is not None):
+            return hopper_matmul(x, weight, activation, sent, arrived=arrived)
+        return by_cublas(x)
 
     return product
 

@@ -159,7 +159,9 @@ class BoundMoe:
         self._options = launch_options(self._pdl)
         self._is_wide = tensors.router.dtype == torch.float32
         device = tensors.router.device
-        self._counts = torch.zeros(self._num_held, dtype=torch.int32, device=device)  # zeros whenever no kernel runs
+        # Zeros whenever no kernel runs.
+        self._counts = torch.zeros(self._num_held, dtype=torch.int32, device=device)
+        self._counts_apart = torch.zeros((self._num_held, _APART), dtype=torch.int32, device=device)
         self._is_sorted = (
             is_hopper(device) and needs.dtype in ("bfloat16", "float16") and not routing.scales_input
             and not experts.has_bias and experts.activation in ACTIVATIONS
@@ -371,7 +373,7 @@ class BoundMoe:
         block = min(triton.next_power_of_2(hidden), 1024)
         constants = {
             "H": hidden, "E": self._num_held, "EB": triton.next_power_of_2(self._num_held), "K": self._top_k, "BLOCK": block,
-            "IS_WHOLE": self._is_whole, "PDL": self._pdl,
+            "STRIDE": 1 if places is None else _APART, "IS_WHOLE": self._is_whole, "PDL": self._pdl,
         }  # fmt: skip
         _combine(
             self._key(x, pairs.dtype, places is None, *constants.values()), (num_tokens, triton.cdiv(hidden, block)),
@@ -385,7 +387,7 @@ class BoundMoe:
         num_tokens, num_pairs = x.shape[0], x.shape[0] * self._top_k
         ranks = torch.empty((num_tokens, self._top_k), dtype=torch.int32, device=x.device)
         places = torch.empty_like(ranks)
-        counts = torch.zeros((num_held, _APART), dtype=torch.int32, device=x.device)
+        counts = self._counts_apart
         experts, shares = self.choose(x, slots, self._logits(x), ranks=ranks, counts=counts)
         most_tiles = triton.cdiv(num_pairs, rows) + num_held
         source = torch.empty(most_tiles * rows, dtype=torch.int32, device=x.device)
@@ -410,7 +412,7 @@ class BoundMoe:
         else:
             inner = hopper.experts_matmul(x, self._decoded("gate_up", x), *tiles, activation, source)
             pairs = hopper.experts_matmul(inner, self._decoded("down", x), *tiles)
-        return self._combined(x, pairs, experts, places, shares)
+        return self._combined(x, pairs, experts, places, shares, counts)
 
     def _decoded(self, name: str, like: Tensor) -> Tensor:
         """The weights [E, rows, columns] in `like`'s dtype."""

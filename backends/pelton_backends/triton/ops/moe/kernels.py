@@ -121,11 +121,12 @@ def down_kernel(
 @triton.jit
 def combine_kernel(
     pair_ptr, expert_ptr, share_ptr, place_ptr, count_ptr, out_ptr,
-    H: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    IS_WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding. place: where each
     pair's row is, and share its weight; without them pairs lie by their number, weighted already. IS_WHOLE: this rank has all
-    experts, so that all pairs of a token are here or none. count [E], if there: is zeros again for the next call."""
+    experts, so that all pairs of a token are here or none. count [E], STRIDE numbers apart: is zeros again for the next call."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < H
     let_next_start(PDL)
@@ -150,7 +151,7 @@ def combine_kernel(
     if count_ptr is not None:
         bins = tl.arange(0, EB)
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-        tl.store(count_ptr + bins, tl.zeros((EB,), tl.int32), mask=(bins < E) & is_first)
+        tl.store(count_ptr + bins * STRIDE, tl.zeros((EB,), tl.int32), mask=(bins < E) & is_first)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
