@@ -107,10 +107,17 @@ def test_packed_weights_are_decoded_for_many_tokens(
 
 @pytest.mark.parametrize(
     "num_tokens, dtype, has_residual",
-    [(1, torch.float32, True), (5, torch.float32, False), (5, torch.float16, True), (21, torch.float16, False)], ids=str,
+    [
+        (1, torch.float32, True), (5, torch.float32, False), (5, torch.float16, True), (21, torch.float16, False),
+        (22, torch.float16, True),
+    ],
+    ids=str,
 )  # fmt: skip
-def test_behind_its_norm(num_tokens: int, dtype: torch.dtype, has_residual: bool, device: torch.device) -> None:
+def test_behind_its_norm(
+    num_tokens: int, dtype: torch.dtype, has_residual: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Norm and logits are one kernel: what the parts give, residuals of other strides among them."""
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.normed._MANY_TOKENS", 22)
     moe, tensors, hidden, slots = moe_case(device, ROUTINGS["corrected"], num_tokens, dtype)
     norm = NormSpec(size=hidden.shape[1], eps=1e-6, unit_offset=num_tokens == 5)
     needs = AddNormMoeNeeds(dtype=moe.dtype, norm=norm, moe=moe)

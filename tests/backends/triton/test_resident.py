@@ -119,7 +119,7 @@ def test_programs_run_at_once_and_have_all_rows() -> None:
         shape = resident_shape(rows, kv_heads, group, num_tokens, 132)
         if shape is None:
             continue
-        assert rows <= shape.programs or (shape.is_ahead and num_tokens == 1)
+        assert rows <= shape.programs or (shape.buffers == 2 and shape.is_ahead == (num_tokens == 1))
         copied, sums = shape.buffers * shape.chunk * 2 * 256, 4096 if group * num_tokens <= 8 else 8192
         each = -(-shape.programs * kv_heads // 132)
         assert each * (copied + sums * shape.warps + 1280) <= 228 * 1024, (
@@ -143,7 +143,8 @@ def test_programs_run_at_once_and_have_all_rows() -> None:
     drafted = resident_shape(32, 8, 2, 4, 132)
     assert drafted is not None and drafted == chosen[32, 8] and drafted.buffers == 2, "three drafts a row"
     assert resident_shape(32, 8, 4, 4, 132) == resident_shape(32, 8, 2, 6, 132) == drafted, "two tiles of columns"
-    assert resident_shape(32, 8, 4, 5, 132) is None and resident_shape(128, 4, 2, 4, 132) is None
+    assert resident_shape(32, 8, 4, 5, 132) is None, "more columns than two tiles have"
+    assert resident_shape(128, 4, 2, 4, 132) == ResidentShape(66, 4, 1, 2), "many rows with drafts"
     assert resident_shape(32, 8, 16, 1, 132) is None, "a token a row is one tile"
 
 
@@ -273,6 +274,10 @@ CASES = {
     "drafts-of-groups-of-4-even": Case(
         num_heads=32, num_kv_heads=8, norms=True, lengths=(30, 4, 1033, 0, 90, 260), counts=(4, 1, 2, 0, 4, 4), how=EVEN,
         shape=ResidentShape(33, 4, 1, 2),
+    ),
+    "drafts-of-many-rows": Case(
+        how=EVEN, num_kv_heads=8, norms=True, shape=ResidentShape(5, 4, 1, 2), lengths=MANY_LENGTHS,
+        counts=tuple(min(length, 1 + row % 4) for row, length in enumerate(MANY_LENGTHS)),
     ),
     "drafts-of-large-chunks": Case(
         num_kv_heads=8, norms=True, lengths=(30, 4, 1033, 0, 90, 260, 132), counts=(4, 1, 2, 0, 4, 4, 4), how=EVEN,

@@ -170,10 +170,14 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
     | 256 x 280         | 3,371; 3,253 | 10,202; 10,149 |
     | 256 x 570, uneven | 5,357; 5,124 | 12,513; 12,196 |
 
+    With three drafts a row, by `drafts_kernel` and so: the 0.6B 48 and 64 rows of 280 tokens 1,642 and 1,613, 1,955 and 1,733, 128 rows
+    3,142 and 3,009, 64 uneven ones of 580 2,489 and 2,274; the 8B 7,231 and 6,991, 9,027 and 8,530, the uneven ones 9,799 and 9,190.
+
     Of Qwen3-30B-A3B (4 kv heads, groups of 8) 256 rows of 280 tokens 20,124 and 19,247, of 560 22,222 and 20,881. Attention alone in a
     chain, 256 x 560 there: 102.6 and 75.0, where keys and values take 68.3 of copy bandwidth. Four programs of one warp are faster for
-    short rows (8B, 128 x 150 5,594, 128 x 280 6,061) and slower for long ones (64 x 580 uneven 5,503, 256 x 570 uneven 12,385); a third
-    chunk on its way gains up to 2 % in the chain and loses in steps (0.6B, 128 x 150 1,551).
+    short rows (8B, 128 x 150 5,594, 128 x 280 6,061) and slower for long or uneven ones (256 x 570 uneven 12,385; of the 0.6B 40 x 280
+    1,075 for 1,120, 40 x 540 uneven 1,525 for 1,387). A third chunk on its way gains up to 2 % in the chain and loses in steps (0.6B,
+    128 x 150 1,551).
     """
     columns, pairs = group * num_tokens, num_rows * num_kv_heads
     if num_tokens == 1:
@@ -188,9 +192,7 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
         return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2)
     if num_rows <= 4 * num_sms // num_kv_heads and num_kv_heads <= _FEW_KV_HEADS and num_tokens == 1:
         return ResidentShape(4 * num_sms // num_kv_heads, warps=1, pieces=2, buffers=3)
-    if num_tokens == 1:
-        return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2, is_ahead=True)
-    return None
+    return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2, is_ahead=num_tokens == 1)
 
 
 @dataclass(slots=True)
