@@ -115,11 +115,13 @@ def test_one_long_row_among_short_ones_is_shared_out(device: torch.device) -> No
 
 
 def test_programs_run_at_once_and_have_all_rows() -> None:
-    for rows, kv_heads, (group, num_tokens) in product(range(1, 300), (1, 2, 4, 8, 32), ((4, 1), (2, 4), (4, 4))):
+    for rows, kv_heads, (group, num_tokens) in product(
+        range(1, 300), (1, 2, 4, 8, 32), ((4, 1), (16, 1), (2, 4), (4, 4))
+    ):
         shape = resident_shape(rows, kv_heads, group, num_tokens, 132)
         if shape is None:
             continue
-        assert rows <= shape.programs or (shape.buffers == 2 and shape.is_ahead == (num_tokens == 1))
+        assert rows <= shape.programs or (shape.buffers == 2 and shape.is_ahead == (num_tokens == 1 and group <= 8))
         copied, sums = shape.buffers * shape.chunk * 2 * 256, 4096 if group * num_tokens <= 8 else 8192
         each = -(-shape.programs * kv_heads // 132)
         assert each * (copied + sums * shape.warps + 1280) <= 228 * 1024, (
@@ -145,7 +147,12 @@ def test_programs_run_at_once_and_have_all_rows() -> None:
     assert resident_shape(32, 8, 4, 4, 132) == resident_shape(32, 8, 2, 6, 132) == drafted, "two tiles of columns"
     assert resident_shape(32, 8, 4, 5, 132) is None, "more columns than two tiles have"
     assert resident_shape(128, 4, 2, 4, 132) == ResidentShape(66, 4, 1, 2), "many rows with drafts"
-    assert resident_shape(32, 8, 16, 1, 132) is None, "a token a row is one tile"
+    assert resident_shape(32, 8, 16, 1, 132) == chosen[32, 8] and resident_shape(32, 8, 17, 1, 132) is None, (
+        "groups of up to 16"
+    )
+    assert (
+        resident_shape(200, 2, 12, 1, 132) == ResidentShape(132, 4, 1, 2) and resident_shape(64, 2, 12, 1, 132) is None
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -255,6 +262,9 @@ CASES = {
     ),
     "many-rows-not-rotated": Case(
         dtype="float16", rotary_dim=0, shape=ResidentShape(7, 1, 2, 3, is_ahead=True), lengths=MANY_LENGTHS,
+    ),
+    "many-rows-of-groups-of-16": Case(
+        how=EVEN, num_heads=32, num_kv_heads=2, norms=True, shape=ResidentShape(9, 4, 1, 2), lengths=MANY_LENGTHS,
     ),
     "drafts": Case(num_kv_heads=8, norms=True, lengths=(30, 4, 33, 0, 90), counts=(4, 1, 2, 0, 4), shape=ResidentShape(33, 2, 2, 3)),
     "drafts-of-four-warps": Case(

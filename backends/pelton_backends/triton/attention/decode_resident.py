@@ -173,6 +173,9 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
     With three drafts a row, by `drafts_kernel` and so: the 0.6B 48 and 64 rows of 280 tokens 1,642 and 1,613, 1,955 and 1,733, 128 rows
     3,142 and 3,009, 64 uneven ones of 580 2,489 and 2,274; the 8B 7,231 and 6,991, 9,027 and 8,530, the uneven ones 9,799 and 9,190.
 
+    Groups of 9 to 16 heads are two tiles of the products, too. Attention alone of the 8B with 2 kv heads: 128 x 280 13.2 us for 23.9 of
+    `decode_kernel`, 128 x 560 uneven 23.9 for 46.3, 256 x 560 39.9 for 79.3 (14.3, 26.4, 41.7 where the next row's start is read early).
+
     Of Qwen3-30B-A3B (4 kv heads, groups of 8) 256 rows of 280 tokens 20,124 and 19,247, of 560 22,222 and 20,881. Attention alone in a
     chain, 256 x 560 there: 102.6 and 75.0, where keys and values take 68.3 of copy bandwidth. Four programs of one warp are faster for
     short rows (8B, 128 x 150 5,594, 128 x 280 6,061) and slower for long or uneven ones (256 x 570 uneven 12,385; of the 0.6B 40 x 280
@@ -180,19 +183,19 @@ def resident_shape(num_rows: int, num_kv_heads: int, group: int, num_tokens: int
     128 x 150 1,551).
     """
     columns, pairs = group * num_tokens, num_rows * num_kv_heads
-    if num_tokens == 1:
-        is_served = columns <= _NARROW and pairs >= _FEWEST
-    else:
-        is_served = columns <= COLUMNS and pairs >= (_FEWEST_WITH_DRAFTS if columns <= _NARROW else _FEWEST_WIDE)
-    if not is_served:
+    is_narrow = columns <= _NARROW
+    fewest = _FEWEST_WIDE if not is_narrow else _FEWEST if num_tokens == 1 else _FEWEST_WITH_DRAFTS
+    if columns > COLUMNS or pairs < fewest:
         return None
     if num_rows <= num_sms // num_kv_heads:
         return ResidentShape(num_sms // num_kv_heads, warps=4, pieces=2, buffers=3, uneven=2, short=256)
     if num_rows <= 2 * num_sms // num_kv_heads:
         return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2)
-    if num_rows <= 4 * num_sms // num_kv_heads and num_kv_heads <= _FEW_KV_HEADS and num_tokens == 1:
+    if num_rows <= 4 * num_sms // num_kv_heads and num_kv_heads <= _FEW_KV_HEADS and num_tokens == 1 and is_narrow:
         return ResidentShape(4 * num_sms // num_kv_heads, warps=1, pieces=2, buffers=3)
-    return ResidentShape(2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2, is_ahead=num_tokens == 1)
+    return ResidentShape(
+        2 * num_sms // num_kv_heads, warps=4, pieces=1, buffers=2, is_ahead=num_tokens == 1 and is_narrow
+    )
 
 
 @dataclass(slots=True)
