@@ -34,6 +34,7 @@ OTHER_TOOLS = (
     "--times",
     "--trees",
     "--turns",
+    "--settings",
 )  # of pip, pytest, tests/tools and a skeleton
 
 
