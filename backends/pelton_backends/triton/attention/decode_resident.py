@@ -1,4 +1,4 @@
-"""Decode attention by as many programs as run at once, for Hopper: 12 rows of 8 kv heads and more, 8 to 33 of them with drafts.
+"""Decode attention by as many programs as run at once, for Hopper: 12 rows of 8 kv heads and more, 8 of them with drafts.
 
 Where pairs of row and kv head are about as many as programs that have room, each program has a pair: nothing is brought together, and
 its first keys are on their way before the kernel before it has ended. What programs have on its way fills a multiprocessor's shared
