@@ -5,21 +5,66 @@
 #include "attention_vec.h"
 
 typedef uint8_t byte_vec __attribute__((vector_size(LANES)));
-typedef uint8_t loose_byte_vec __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 /* A number's size starts at this bit of float32, and its exponent is that of float32 less so much. */
 INLINE int fp8_shift(int dtype) { return dtype == DTYPE_E4M3 ? 20 : 21; }
 INLINE uint32_t fp8_bias(int dtype) { return (dtype == DTYPE_E4M3 ? 120u : 112u) << 23; }
 
-/* LANES numbers from their bits. Those below the least with an exponent of its own are read as if they had that one, which is then
-   taken away: there is no arithmetic on numbers that float32 has no exponent for, and which CPUs are slow with. */
-INLINE vec vec_of_fp8(byte_vec bytes, int dtype) {
-    uvec bits = __builtin_convertvector(bytes, uvec), size = bits & 0x7fu;
-    uvec is_small = (uvec)((ivec)size < (dtype == DTYPE_E4M3 ? 8 : 4)), one = is_small & (1u << 23);
-    uvec is_special = (uvec)((ivec)size >= (dtype == DTYPE_E4M3 ? 0x7f : 0x7c));
-    vec number = (vec)((size << fp8_shift(dtype)) + one + fp8_bias(dtype)) - (vec)(is_small & (fp8_bias(dtype) + (1u << 23)));
-    return (vec)((uvec)number | (is_special & 0x7f800000u) | ((bits & 0x80u) << 24));
+#if defined(__F16C__) && defined(__AVX2__)
+typedef int8_t bytes_16 __attribute__((vector_size(16)));
+typedef int16_t halves_16 __attribute__((vector_size(32)));
+typedef int16_t halves_8 __attribute__((vector_size(16)));
+
+/* GCC's own names, as in attention_vec.h. */
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10
+#define WIDEN_BYTES(bytes) __builtin_ia32_pmovsxbw256((char __attribute__((vector_size(16))))(bytes))
+#define HALF_OF(halves, at) ((halves_8)__builtin_ia32_extract128i256((long long __attribute__((vector_size(32))))(halves), at))
+#define FROM_8(halves) __builtin_ia32_vcvtph2ps256((short __attribute__((vector_size(16))))(halves))
+#define FROM_16(halves) __builtin_ia32_vcvtph2ps512_mask((short __attribute__((vector_size(32))))(halves), (vec){0}, -1, 4)
+#else
+#include <immintrin.h>
+#define WIDEN_BYTES(bytes) _mm256_cvtepi8_epi16((__m128i)(bytes))
+#define HALF_OF(halves, at) ((halves_8)_mm256_extracti128_si256((__m256i)(halves), at))
+#define FROM_8(halves) ((vec)_mm256_cvtph_ps((__m128i)(halves)))
+#define FROM_16(halves) ((vec)_mm512_cvtph_ps((__m256i)(halves)))
+#endif
+
+enum { FP8_STEP = 16 };
+
+/* FP8_STEP numbers, by way of float16: e5m2 is its upper half, e4m3 its size above the 7 lowest bits, 256 times as large. */
+INLINE void widen_fp8(const uint8_t *from, float *to, int dtype) {
+    bytes_16 bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    halves_16 bits = (halves_16)WIDEN_BYTES(bytes), halves = bits << (dtype == DTYPE_E4M3 ? 7 : 8);
+    if (dtype == DTYPE_E4M3)
+        halves = (halves & (int16_t)0xbf80) | ((bits | (int16_t)0xff80) == -1); /* without the upper sign; the last one is a NaN */
+    float factor = dtype == DTYPE_E4M3 ? 256.0f : 1.0f;
+#if defined(__AVX512F__)
+    vec_store(to, FROM_16(halves) * factor);
+#else
+    vec_store(to, FROM_8(HALF_OF(halves, 0)) * factor);
+    vec_store(to + LANES, FROM_8(HALF_OF(halves, 1)) * factor);
+#endif
 }
+#else
+/* All numbers, by their bits. */
+#define E4M3_SIZE(b) ((b & 127) == 127 ? NAN : (b & 120) == 0 ? (b & 7) * 0x1p-9f : (8 + (b & 7)) * 0x1p-10f * (1 << (b >> 3 & 15)))
+#define E5M2_SIZE(b) \
+    ((b & 127) == 124 ? INFINITY : (b & 127) > 124 ? NAN : (b & 124) == 0 ? (b & 3) * 0x1p-16f : (4 + (b & 3)) * 0x1p-17f * (1u << (b >> 2 & 31)))
+#define NUMBER(SIZE, b) (((b) & 128 ? -1.0f : 1.0f) * SIZE((b)))
+#define FOUR(SIZE, b) NUMBER(SIZE, b), NUMBER(SIZE, b + 1), NUMBER(SIZE, b + 2), NUMBER(SIZE, b + 3)
+#define SIXTEEN(SIZE, b) FOUR(SIZE, b), FOUR(SIZE, b + 4), FOUR(SIZE, b + 8), FOUR(SIZE, b + 12)
+#define QUARTER(SIZE, b) SIXTEEN(SIZE, b), SIXTEEN(SIZE, b + 16), SIXTEEN(SIZE, b + 32), SIXTEEN(SIZE, b + 48)
+#define TABLE(SIZE) {QUARTER(SIZE, 0), QUARTER(SIZE, 64), QUARTER(SIZE, 128), QUARTER(SIZE, 192)}
+static const float e4m3_numbers[256] = TABLE(E4M3_SIZE), e5m2_numbers[256] = TABLE(E5M2_SIZE);
+
+enum { FP8_STEP = 4 };
+
+INLINE void widen_fp8(const uint8_t *from, float *to, int dtype) {
+    for (int i = 0; i < FP8_STEP; i++)
+        to[i] = (dtype == DTYPE_E4M3 ? e4m3_numbers : e5m2_numbers)[from[i]];
+}
+#endif
 
 /* The nearest of 8 bits, ties to even; the largest one stands for larger ones and infinity; a NaN stays one. */
 INLINE byte_vec fp8_of_vec(vec numbers, int dtype) {
@@ -33,19 +78,19 @@ INLINE byte_vec fp8_of_vec(vec numbers, int dtype) {
     uvec small = (uvec)((vec)size + (vec)(magic + (uvec){0})) - magic;
     uvec whole = (size - bias + ((size >> shift) & 1u) + ((1u << (shift - 1)) - 1u)) >> shift;
     uvec bits = (small & is_small) | (whole & ~is_small);
-    return __builtin_convertvector((bits & ~is_nan) | (is_nan & 0x7fu) | sign, byte_vec);
+    return __builtin_convertvector(__builtin_convertvector((bits & ~is_nan) | (is_nan & 0x7fu) | sign, half_vec), byte_vec);
 }
 
 /* A line of `count` numbers of 8 bits as float32, zeros up to `padded`. */
 INLINE void widen_fp8_line(const uint8_t *from, float *to, int64_t count, int64_t padded, int dtype) {
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        vec_store(to + i, vec_of_fp8((byte_vec) * (const loose_byte_vec *)(from + i), dtype));
+    for (; i + FP8_STEP <= count; i += FP8_STEP)
+        widen_fp8(from + i, to + i, dtype);
     if (i < count) {
-        uint8_t rest[LANES] = {0};
-        float numbers[LANES];
+        uint8_t rest[FP8_STEP] = {0};
+        float numbers[FP8_STEP];
         memcpy(rest, from + i, (size_t)(count - i));
-        vec_store(numbers, vec_of_fp8((byte_vec) * (const loose_byte_vec *)rest, dtype));
+        widen_fp8(rest, numbers, dtype);
         memcpy(to + i, numbers, (size_t)(count - i) * sizeof(float));
         i = count;
     }
@@ -55,9 +100,14 @@ INLINE void widen_fp8_line(const uint8_t *from, float *to, int64_t count, int64_
 
 /* A line of numbers of the model's dtype to 8 bits. */
 INLINE void narrow_fp8_line(const void *from, uint8_t *to, int64_t count, int from_dtype, int dtype) {
-    for (int64_t i = 0; i < count; i += LANES) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        byte_vec bytes = fp8_of_vec(load_lanes(from, i, from_dtype), dtype);
+        memcpy(to + i, &bytes, LANES);
+    }
+    if (i < count) {
         byte_vec bytes = fp8_of_vec(load_part(from, i, count - i, from_dtype), dtype);
-        memcpy(to + i, &bytes, (size_t)least(LANES, count - i));
+        memcpy(to + i, &bytes, (size_t)(count - i));
     }
 }
 
