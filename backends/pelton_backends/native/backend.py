@@ -41,7 +41,7 @@ class NativeMetadata:
 
 
 class NativeBackend(AttentionBackend):
-    """Handles decoder attention in float32, bfloat16 and float16, fp8 in caches, any block and head size, windows, chunks, caps and sinks."""
+    """Handles decoder attention in float32, bfloat16 and float16, fp8 caches, any block and head size, windows, chunks, caps and sinks."""
 
     name: ClassVar[str] = "native"
     handles: ClassVar[frozenset[str]] = frozenset(

@@ -119,6 +119,21 @@ def test_a_cache_in_8_bits_is_written_and_read_as_the_oracle_does(isa, dtype, kv
     torch.testing.assert_close(step.run().double(), step.expected(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("rows", [((1, 0),) * 4, ((2, 0),) * 4], ids=str)
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_every_number_of_8_bits_is_read_as_it_is(isa, dtype, kv_dtype, rows):
+    """A token that sees one key gets its value: of four rows, all that there are."""
+    step = Fp8Step(AttentionCase(rows=rows, head_dim=64, num_kv_heads=1, num_heads=2, dtype=dtype), kv_dtype)
+    step.write()
+    numbers = torch.arange(256, dtype=torch.uint8).view(4, 64).view(step.layer.v_cache.dtype)
+    for row, line in enumerate(numbers):
+        block, offset = divmod(int(step.slots(row)[0]), step.layer.v_cache.shape[1])
+        step.layer.v_cache[block, offset, 0] = line
+    found = step.run()[:: rows[0][0]]
+    torch.testing.assert_close(found, numbers.to(step.dtype)[:, None].expand_as(found), atol=0, rtol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
