@@ -336,9 +336,9 @@ def test_backends_for_people(tiny_model, capsys):
 
 
 def test_backends_reports_a_refusal_with_its_reasons(tiny_model, capsys):
-    status, out, _ = run(capsys, "backends", tiny_model, "--kv-cache-dtype", "fp8", "--attention-backend", "native")
+    status, out, _ = run(capsys, "backends", tiny_model, "--kv-cache-dtype", "float16", "--attention-backend", "native")
     assert status == 1
-    assert "error: Attention backend 'native' cannot serve this model" in out and "kv dtype fp8" in out
+    assert "error: Attention backend 'native' cannot serve this model" in out and "kv dtype float16" in out
 
 
 def test_backends_without_a_model_lists_what_there_is(capsys, monkeypatch):

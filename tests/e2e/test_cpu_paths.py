@@ -59,6 +59,21 @@ def test_float32_ids_equal_transformers(references: Callable[[str], Reference], 
             assert output.num_cached_tokens or not is_again
 
 
+@pytest.mark.parametrize("family, kv_dtype", [("llama", "fp8_e4m3"), ("gemma3", "fp8_e5m2")])
+def test_ids_with_a_cache_in_8_bits_equal_those_of_torchs_attention(
+    references: Callable[[str], Reference], family: str, kv_dtype: str
+) -> None:
+    """In chunks, and again with prefix hits."""
+    if library.reason_against():
+        pytest.skip("no C compiler here")
+    reference, found = references(family), []
+    settings = {"max_model_len": 384, "max_num_batched_tokens": 64, "kv_cache_dtype": kv_dtype}
+    for backend, runs in (("native", 2), ("sdpa", 1)):
+        with make_llm(reference.path, device="cpu", attention_backend=backend, **settings) as llm:
+            found += [generate(llm, reference.prompts) for _ in range(runs)]
+    assert all(outputs == found[0] for outputs in found)
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 72,

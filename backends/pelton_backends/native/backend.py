@@ -41,7 +41,7 @@ class NativeMetadata:
 
 
 class NativeBackend(AttentionBackend):
-    """Handles decoder attention in float32, bfloat16 and float16, any block and head size, windows, chunks, soft caps and sinks."""
+    """Handles decoder attention in float32, bfloat16 and float16, fp8 caches, any block and head size, windows, chunks, caps and sinks."""
 
     name: ClassVar[str] = "native"
     handles: ClassVar[frozenset[str]] = frozenset(
@@ -54,8 +54,7 @@ class NativeBackend(AttentionBackend):
         reasons = []
         if needs.dtype not in DTYPES:
             reasons.append(f"dtype {needs.dtype}, only {', '.join(DTYPES)}")
-        if needs.kv_dtype not in ("auto", needs.dtype):
-            reasons.append(f"kv dtype {needs.kv_dtype}, only that of the model")
+        reasons += library.kv_refusals(needs.dtype, needs.kv_dtype)
         if needs.num_heads % needs.num_kv_heads:
             reasons.append(f"{needs.num_heads} heads are not a multiple of {needs.num_kv_heads} kv heads")
         reasons += spread_refusals(needs)
@@ -107,6 +106,7 @@ class NativeAttention(BoundAttention):
             k_cache.data_ptr(), layer.v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
             k_cache.shape[1], layer.num_heads, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads,
             layer.head_dim, _window(layer.needs), layer.scale, layer.soft_cap or 0.0, DTYPES[layer.needs.dtype],
+            library.kv_dtype_of(layer.needs.dtype, layer.needs.kv_dtype),
             None if self._sinks is None else self._sinks.data_ptr(),
         )  # fmt: skip
         self._kernels = library.kernels_for(self._attention, dtype=layer.needs.dtype)

@@ -82,7 +82,7 @@ class NativeEncoderBackend(EncoderBackend):
         attention = library.Attention(
             key.data_ptr(), value.data_ptr(), key.stride(0), key.stride(0), key.stride(1), BLOCK_SIZE,
             layer.num_heads, num_kv_heads, layer.num_heads // num_kv_heads, head_dim, 0, layer.scale, 0.0,
-            DTYPES["float32"], None,
+            DTYPES["float32"], DTYPES["float32"], None,
         )  # fmt: skip
         failed = library.kernels_for(attention, dtype="float32").attend(
             byref(attention), byref(metadata.step), query.data_ptr(), query.stride(0), output.data_ptr()

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 1}
 """Of the structs: a library has one kind of numbers of 16 bits, see `InstructionSet.for_dtype`."""
+FP8_DTYPES = {"fp8": 2, "fp8_e4m3": 2, "fp8_e5m2": 3}
+"""Of a cache, beside the model's own."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 NO_ACTIVATION = -1
 
@@ -29,7 +31,7 @@ class Attention(Structure):
         ("block_stride", c_int64), ("token_stride", c_int64), ("head_stride", c_int64),
         ("block_size", c_int64), ("num_heads", c_int64), ("num_kv_heads", c_int64), ("group", c_int64),
         ("head_dim", c_int64), ("window", c_int64), ("scale", c_float), ("soft_cap", c_float), ("dtype", c_int32),
-        ("sinks", c_void_p),
+        ("kv_dtype", c_int32), ("sinks", c_void_p),
     )  # fmt: skip
 
 
@@ -242,6 +244,17 @@ def kernels_of_any_dtype() -> Kernels:
     one pool of threads."""
     isa = isa_in_use()
     return kernels(dtype="float16" if _last == isa.for_dtype("float16") else "bfloat16")
+
+
+def kv_dtype_of(dtype: str, kv_dtype: str) -> int:
+    """Return what the structs call a cache's dtype. dtype: of the model."""
+    return FP8_DTYPES.get(kv_dtype, DTYPES[dtype])
+
+
+def kv_refusals(dtype: str, kv_dtype: str) -> list[str]:
+    if kv_dtype in ("auto", dtype, *FP8_DTYPES):
+        return []
+    return [f"kv dtype {kv_dtype}, only that of the model, {', '.join(FP8_DTYPES)}"]
 
 
 def groups_of_dtype(dtype: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def fits_kernel(needs: QkNormRopeWriteKvNeeds) -> bool:
-    return needs.dtype in DTYPES and needs.kv_dtype == needs.dtype and needs.writes_kv
+    return needs.dtype in DTYPES and not library.kv_refusals(needs.dtype, needs.kv_dtype) and needs.writes_kv
 
 
 def make_rope(needs: QkNormRopeWriteKvNeeds, tensors: QkNormRopeWriteKvTensors) -> library.Rope:
@@ -44,8 +44,8 @@ class NativeQkNormRopeWriteKv:
     def unsupported(needs: QkNormRopeWriteKvNeeds) -> list[str]:
         if needs.dtype not in DTYPES:
             return [f"dtype {needs.dtype}, only {', '.join(DTYPES)}"]
-        if needs.kv_dtype != needs.dtype:
-            return [f"kv dtype {needs.kv_dtype}, only that of the model"]
+        if reasons := library.kv_refusals(needs.dtype, needs.kv_dtype):
+            return reasons
         if not needs.writes_kv:
             return ["rows of queries alone"]
         why = library.reason_against(dtype=needs.dtype)
@@ -55,6 +55,7 @@ class NativeQkNormRopeWriteKv:
     def bind(needs: QkNormRopeWriteKvNeeds, tensors: QkNormRopeWriteKvTensors) -> QkNormRopeWriteKv:
         rope, run = make_rope(needs, tensors), library.kernels(dtype=needs.dtype).rope_write
         heads, kv_heads, head_dim = needs.num_heads, needs.num_kv_heads, needs.head_dim
+        kv_dtype = library.kv_dtype_of(needs.dtype, needs.kv_dtype)
         kept = tensors  # the struct has their addresses
 
         def qk_norm_rope_write_kv(
@@ -65,6 +66,7 @@ class NativeQkNormRopeWriteKv:
             cache = library.Attention(
                 k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
                 k_cache.shape[1], heads, kv_heads, heads // kv_heads, head_dim,
+                dtype=rope.dtype, kv_dtype=kv_dtype,
             )  # fmt: skip
             query = torch.empty(qkv.shape[0], heads, head_dim, dtype=qkv.dtype)
             run(

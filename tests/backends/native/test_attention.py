@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
+from pelton.attention.kv_cache import page_views
 from pelton.attention.metadata import BatchDescriptor
+from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionCase, AttentionStep
 from pelton_backends.native import build, library
 from pelton_backends.native.backend import NativeBackend
 from pelton_backends.native.encoder import NativeEncoderBackend
 from pelton_backends.native.plugin import pelton_attention_backends
+from pelton_backends.reference.ops import as_bytes
 
 NEEDS = AttentionNeeds(head_dim=64, num_heads=8, num_kv_heads=2, block_size=16, dtype="float32")
 TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -46,6 +49,89 @@ def test_every_path_equals_the_oracle(isa, dtype, changes):
     step = AttentionStep(NativeBackend, case)
     step.write()
     torch.testing.assert_close(step.run().double(), step.expected(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+class Fp8Step(AttentionStep):
+    """A step whose cache is in 8 bits; bytes that are no row's are NaN. `new`: keys and values as the layer makes them."""
+
+    def __init__(self, case, kv_dtype):
+        self.kv_dtype = kv_dtype
+        super().__init__(NativeBackend, case)
+        self.new = [
+            torch.cat([row[before:] for row, (_, before) in zip(rows, case.rows, strict=True)])
+            for rows in (self.keys, self.values)
+        ]
+        kind = self.layer.k_cache.dtype
+        self.keys, self.values = (
+            [as_bytes(row, kind).view(kind).to(self.dtype) for row in rows] for rows in (self.keys, self.values)
+        )
+
+    def _layer(self, backend):
+        layer = super()._layer(backend)
+        layer.needs = replace(layer.needs, kv_dtype=self.kv_dtype)
+        layer.write_needs = replace(layer.write_needs, kv_dtype=self.kv_dtype)
+        return layer
+
+    def _bind(self, backend, num_blocks):
+        case, needs = self.case, self.layer.needs
+        spec = FullAttentionSpec(
+            block_size=case.block_size * case.num_ranks, num_ranks=case.num_ranks, num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim, dtype=self.kv_dtype,
+        )  # fmt: skip
+        assert backend.unsupported(needs) == []
+        memory = torch.full((num_blocks * spec.page_size_bytes,), 0x7F, dtype=torch.uint8)
+        views = page_views(memory, num_blocks, spec, backend.kv_layout(needs))
+        limits = {"max_num_seqs": 64, "max_num_tokens": 4096, "max_model_len": max(self.lengths)}
+        self.backend, self.num_blocks = backend(needs, self.device, **limits), num_blocks
+        self.layer.bind_cache(views, 0, self.backend)
+
+    def cached_bytes(self):
+        return [cache.view(torch.uint8).clone() for cache in (self.layer.k_cache, self.layer.v_cache)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    "kv_dtype, changes",
+    [
+        ("fp8", {"sliding_window": 50}),
+        ("fp8_e4m3", {"head_dim": 64, "num_heads": 9, "num_kv_heads": 3, "has_sinks": True}),
+        ("fp8_e4m3", {"head_dim": 130, "num_heads": 10, "block_size": 32, "num_padding": 5}),
+        ("fp8_e5m2", {"head_dim": 80, "block_size": 7, "chunk_size": 24}),
+        ("fp8_e5m2", {"head_dim": 32, "soft_cap": 3.0, "rows": ((1, 1100), (3, 2), (40, 90))}),
+        ("fp8_e5m2", {"head_dim": 17}),
+    ],
+    ids=str,
+)
+def test_a_cache_in_8_bits_is_written_and_read_as_the_oracle_does(isa, dtype, kv_dtype, changes):
+    case = replace(AttentionCase(rows=LONG, dtype=dtype), **changes)
+    step, tolerance = Fp8Step(case, kv_dtype), TOLERANCES[dtype]
+    step.write(only_context=True)
+    new = torch.cat([step.query[: step.num_tokens].flatten(1), *(rows.flatten(1) for rows in step.new)], dim=1)
+    qkv = torch.nn.functional.pad(new, (0, 0, 0, case.num_padding))
+    output, positions = torch.zeros_like(step.query), torch.zeros(len(qkv), dtype=torch.int64)
+    step.layer.attend.write_and_attend(
+        qkv, positions, step.common.slot_mapping, step.backend.build(step.common), output
+    )
+    torch.testing.assert_close(output[: step.num_tokens].double(), step.expected(), atol=tolerance, rtol=tolerance)
+    written = step.cached_bytes()
+    step.write()
+    assert all(map(torch.equal, written, step.cached_bytes()))
+    torch.testing.assert_close(step.run().double(), step.expected(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [((1, 0),) * 4, ((2, 0),) * 4], ids=str)
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_every_number_of_8_bits_is_read_as_it_is(isa, dtype, kv_dtype, rows):
+    """A token that sees one key gets its value: of four rows, all that there are."""
+    step = Fp8Step(AttentionCase(rows=rows, head_dim=64, num_kv_heads=1, num_heads=2, dtype=dtype), kv_dtype)
+    step.write()
+    numbers = torch.arange(256, dtype=torch.uint8).view(4, 64).view(step.layer.v_cache.dtype)
+    for row, line in enumerate(numbers):
+        block, offset = divmod(int(step.slots(row)[0]), step.layer.v_cache.shape[1])
+        step.layer.v_cache[block, offset, 0] = line
+    found = step.run()[:: rows[0][0]]
+    torch.testing.assert_close(found, numbers.to(step.dtype)[:, None].expand_as(found), atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +170,7 @@ def test_the_layout_has_heads_first():
     "changes, reason",
     [
         ({"dtype": "float64"}, "dtype float64"),
-        ({"kv_dtype": "fp8"}, "kv dtype fp8"),
+        ({"kv_dtype": "bfloat16"}, "kv dtype bfloat16, only that of the model, fp8, fp8_e4m3, fp8_e5m2"),
         ({"num_kv_heads": 3}, "not a multiple"),
     ],
 )

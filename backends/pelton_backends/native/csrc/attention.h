@@ -13,9 +13,12 @@ struct attention {
     int64_t window; /* 0: attends to everything; below 0: to the tokens of its own aligned chunk of -window */
     float scale;
     float soft_cap; /* 0: none */
-    int32_t dtype;
+    int32_t dtype, kv_dtype; /* of queries and output; of the cache: the same, or one of 8 bits */
     const float *sinks; /* [num_heads], as powers of 2, of weights without values; NULL: none */
 };
+
+/* Bytes of a number of the cache. */
+INLINE size_t kv_size(const struct attention *op) { return op->kv_dtype >= DTYPE_E4M3 ? 1 : size_of(op->dtype); }
 
 /* The first key that the token at a position attends to. */
 INLINE int64_t first_seen(const struct attention *op, int64_t position) {

@@ -6,6 +6,7 @@
    - More tokens: keys and values of a chunk are packed once (tile_avx512.h), then 12 query rows at a time go through scores, softmax
      and values while all of it is in the L1 cache. */
 #include "attention.h"
+#include "fp8_avx512.h"
 #include "tile_avx512.h"
 
 #if PELTON_ISA >= ISA_AVX512_BF16
@@ -248,10 +249,10 @@ int pelton_decodes_avx512(const struct attention *op) {
 }
 
 /* Lines of one head's keys or values, GROUP tokens, wanted soon. */
-INLINE void fetch_group(const bf16 *from, int64_t stride, int64_t dim) {
+INLINE void fetch_group(const char *from, int64_t step, int64_t bytes) {
     for (int64_t token = 0; token < GROUP; token++)
-        for (int64_t i = 0; i < dim; i += 32)
-            _mm_prefetch((const char *)(from + token * stride + i), _MM_HINT_T1);
+        for (int64_t i = 0; i < bytes; i += 64)
+            _mm_prefetch(from + token * step + i, _MM_HINT_T1);
 }
 
 /* The key at which this task's keys go on being read when those before `key` are done: in the row itself or in the next. */
@@ -266,17 +267,29 @@ INLINE struct ahead look_ahead(const struct task *task, int64_t next) {
     return (struct ahead){task->next_table, task->next_key / GROUP * GROUP, task->next_length};
 }
 
+/* The first `count` lines of a group, which numbers of 8 bits have in `wide` then, dim apart. */
+INLINE const bf16 *lines_of(const struct attention *op, const char *from, int64_t count, bf16 *wide) {
+    if (op->kv_dtype == DTYPE_BF16)
+        return (const bf16 *)from;
+    widen_lines(from, op->token_stride, count, op->head_dim, wide, op->head_dim, op->kv_dtype);
+    return wide;
+}
+
 int pelton_decode_avx512(const struct attention *op, const struct task *task, struct turn *turn) {
-    int64_t dim = op->head_dim, stride = op->token_stride, queries = task->num_heads * op->group;
+    int is_wide = op->kv_dtype == DTYPE_BF16;
+    int64_t dim = op->head_dim, stride = is_wide ? op->token_stride : dim, queries = task->num_heads * op->group;
+    int64_t item = (int64_t)kv_size(op), step = op->token_stride * item, head_step = op->head_stride * item; /* of the cache, in bytes */
     size_t line = (size_t)(dim + CHUNK) * (sizeof(float) + sizeof(bf16)) + sizeof(struct softmax);
-    float *sums = pelton_scratch((size_t)queries * line);
-    if (sums == NULL)
+    size_t widened = is_wide ? 0 : (size_t)((GROUP + CHUNK) * dim) * sizeof(bf16);
+    char *memory = pelton_scratch(widened + (size_t)queries * line);
+    if (memory == NULL)
         return 1;
-    float *scores = sums + queries * dim;
+    bf16 *wide_keys = (bf16 *)memory, *wide_values = wide_keys + GROUP * dim;
+    float *sums = (float *)(memory + widened), *scores = sums + queries * dim;
     struct softmax *rows = (struct softmax *)(scores + queries * CHUNK);
     bf16 *weights = (bf16 *)(rows + queries);
     bf16 *query = weights + queries * CHUNK;
-    const bf16 *k_cache = op->k_cache, *v_cache = op->v_cache;
+    const char *k_cache = op->k_cache, *v_cache = op->v_cache;
     memset(sums, 0, (size_t)(queries * dim) * sizeof(float));
     start_rows(rows, queries);
     for (int64_t i = 0; i < queries; i++) {
@@ -293,19 +306,20 @@ int pelton_decode_avx512(const struct attention *op, const struct task *task, st
         struct ahead ahead = look_ahead(task, first + CHUNK);
         int64_t places[CHUNK / GROUP], later[CHUNK / GROUP]; /* of the first head; -1: none */
         for (int64_t at = 0, i = 0; at < CHUNK; at += GROUP, i++) {
-            places[i] = at < count ? key_at(op, task->table, task->head, first + at) : -1;
-            later[i] = ahead.table != NULL && ahead.key + at < ahead.length ? key_at(op, ahead.table, task->head, ahead.key + at) : -1;
+            places[i] = at < count ? key_at(op, task->table, task->head, first + at) * item : -1;
+            later[i] = ahead.table != NULL && ahead.key + at < ahead.length ? key_at(op, ahead.table, task->head, ahead.key + at) * item : -1;
             for (int64_t head = 0; head < task->num_heads && places[i] < 0 && later[i] >= 0; head++) {
-                fetch_group(k_cache + later[i] + head * op->head_stride, stride, dim);
-                fetch_group(v_cache + later[i] + head * op->head_stride, stride, dim);
+                fetch_group(k_cache + later[i] + head * head_step, step, dim * item);
+                fetch_group(v_cache + later[i] + head * head_step, step, dim * item);
             }
         }
         for (int64_t at = 0, i = 0; at < count; at += GROUP, i++)
             for (int64_t head = 0; head < task->num_heads; head++) {
                 int64_t row = head * op->group;
                 if (later[i] >= 0)
-                    fetch_group(k_cache + later[i] + head * op->head_stride, stride, dim);
-                score(query + row * dim, k_cache + places[i] + head * op->head_stride, stride, dim, op->group, scores + row * CHUNK + at);
+                    fetch_group(k_cache + later[i] + head * head_step, step, dim * item);
+                const bf16 *keys = lines_of(op, k_cache + places[i] + head * head_step, least(GROUP, count - at), wide_keys);
+                score(query + row * dim, keys, stride, dim, op->group, scores + row * CHUNK + at);
             }
         for (int64_t i = 0; i < queries; i++) {
             if (op->soft_cap > 0.0f)
@@ -314,9 +328,9 @@ int pelton_decode_avx512(const struct attention *op, const struct task *task, st
         }
         for (int64_t head = 0; head < task->num_heads; head++) {
             for (int64_t at = 0, i = 0; at < count; at += GROUP, i++) {
-                chunk.values[i] = v_cache + places[i] + head * op->head_stride;
+                chunk.values[i] = lines_of(op, v_cache + places[i] + head * head_step, least(GROUP, count - at), wide_values + at * dim);
                 if (later[i] >= 0)
-                    fetch_group(v_cache + later[i] + head * op->head_stride, stride, dim);
+                    fetch_group(v_cache + later[i] + head * head_step, step, dim * item);
             }
             for (int64_t i = 0; i < op->group; i += 4) {
                 int64_t row = head * op->group + i;
@@ -355,13 +369,20 @@ INLINE int64_t seen_to(const struct attention *op, const struct task *task, int6
 struct panels {
     bf16 *keys[CHUNK / PANEL]; /* each [dim / 2][PANEL][2] */
     bf16 *values;              /* [round_up(dim, PANEL) / PANEL] of [CHUNK / 2][PANEL][2] */
+    bf16 *wide;                /* [CHUNK, 2, round_up(dim, PANEL)]: lines of keys and values that have 8 bits in the cache */
 };
 
 static void pack_chunk(const struct attention *op, const struct task *task, int64_t first, int64_t count, struct panels *panels) {
     const void *keys[CHUNK], *values[CHUNK];
+    int64_t padded = round_up(op->head_dim, PANEL);
     for (int64_t i = 0; i < count; i++) {
         int64_t at = key_at(op, task->table, task->head, first + i);
         keys[i] = (const bf16 *)op->k_cache + at, values[i] = (const bf16 *)op->v_cache + at;
+        if (op->kv_dtype == DTYPE_BF16)
+            continue;
+        keys[i] = panels->wide + 2 * i * padded, values[i] = panels->wide + (2 * i + 1) * padded;
+        widen_lines((const char *)op->k_cache + at, 0, 1, op->head_dim, panels->wide + 2 * i * padded, 0, op->kv_dtype);
+        widen_lines((const char *)op->v_cache + at, 0, 1, op->head_dim, panels->wide + (2 * i + 1) * padded, 0, op->kv_dtype);
     }
     for (int64_t i = count; i < round_up(count, PANEL); i++)
         keys[i] = keys[0];
@@ -420,11 +441,13 @@ int pelton_prefill_avx512(const struct attention *op, const struct task *task, s
     int64_t dim = op->head_dim, padded = round_up(dim, PANEL), m = task->num_tokens * op->group;
     size_t panel = (size_t)(padded * PANEL) * sizeof(bf16);
     size_t line = (size_t)padded * (sizeof(float) + sizeof(bf16)) + sizeof(struct softmax);
-    char *memory = pelton_scratch(2 * panel + padded / PANEL * CHUNK * PANEL * sizeof(bf16) + (size_t)m * line);
+    size_t values = (size_t)(padded * CHUNK) * sizeof(bf16), wide = op->kv_dtype == DTYPE_BF16 ? 0 : 2 * values;
+    char *memory = pelton_scratch(2 * panel + values + wide + (size_t)m * line);
     if (memory == NULL)
         return 1;
     struct panels panels = {.keys = {(bf16 *)memory, (bf16 *)(memory + panel)}, .values = (bf16 *)(memory + 2 * panel)};
-    float *sums = (float *)(memory + 2 * panel + padded / PANEL * CHUNK * PANEL * sizeof(bf16));
+    panels.wide = panels.values + padded * CHUNK;
+    float *sums = (float *)(memory + 2 * panel + values + wide);
     struct softmax *rows = (struct softmax *)(sums + m * padded);
     bf16 *query = (bf16 *)(rows + m);
     memset(sums, 0, (size_t)(m * padded) * sizeof(float));

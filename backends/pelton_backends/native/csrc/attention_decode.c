@@ -2,7 +2,7 @@
    a task go through a chunk of keys together, for a block holds them side by side: memory is read in one stream. Numbers go
    through a block of two vectors at a time; of bfloat16 these are a block's even and odd numbers, which takes no shuffles. */
 #include "attention.h"
-#include "attention_vec.h"
+#include "fp8.h"
 
 enum { CHUNK = 64, BLOCK = 2 * LANES, KEYS = 4, QUERIES = 3 };
 
@@ -84,7 +84,7 @@ INLINE void score_keys(const struct decode *decode, int64_t query, const char *c
 /* Lines of a key and its value, wanted soon. */
 INLINE void fetch(const struct attention *op, const char *key) {
     const char *value = (const char *)op->v_cache + (key - (const char *)op->k_cache);
-    for (int64_t i = 0; i < op->head_dim * (int64_t)size_of(op->dtype); i += 64) {
+    for (int64_t i = 0; i < op->head_dim * (int64_t)kv_size(op); i += 64) {
         __builtin_prefetch(key + i, 0, 2);
         __builtin_prefetch(value + i, 0, 2);
     }
@@ -234,7 +234,7 @@ static void attend_head(const struct attention *op, const struct decode *decode,
 
 /* Addresses of a head's keys [first, first + count). */
 static void find_keys(const struct attention *op, const int32_t *table, int64_t head, int64_t first, int64_t count, const char **keys) {
-    size_t item = size_of(op->dtype);
+    size_t item = kv_size(op);
     int64_t block = first / op->block_size, offset = first % op->block_size;
     const char *cache = op->k_cache;
     for (int64_t i = 0; i < count; block++, offset = 0) {
@@ -264,15 +264,15 @@ static void find_chunk(const struct attention *op, const struct task *task, int6
 static void widen_chunk(const struct attention *op, const struct decode *decode, struct chunk *chunk) {
     for (int64_t i = 0; i < round_up(chunk->count, LANES); i++) {
         float *key = decode->keys + i * decode->padded, *value = decode->values + i * decode->padded;
-        widen_line(chunk->keys[i], key, op->head_dim, decode->padded, op->dtype);
-        widen_line(chunk->values[i], value, op->head_dim, decode->padded, op->dtype);
+        widen_cache_line(op, chunk->keys[i], key, decode->padded);
+        widen_cache_line(op, chunk->values[i], value, decode->padded);
         chunk->keys[i] = (const char *)key, chunk->values[i] = (const char *)value;
     }
 }
 
-/* Whether keys are read where they lie, not made float32 first. Bfloat16 that attention_avx512.c does not take is rare there. */
+/* Whether keys are read where they lie, not made float32 first, as those of 8 bits are, once for all queries. Bfloat16 that attention_avx512.c does not take is rare there. */
 INLINE int reads_in_place(const struct attention *op) {
-    return op->head_dim % BLOCK == 0 && (op->dtype == DTYPE_F32 || PELTON_ISA < ISA_AVX512_BF16);
+    return op->head_dim % BLOCK == 0 && (op->kv_dtype == DTYPE_F32 || (op->kv_dtype == DTYPE_BF16 && PELTON_ISA < ISA_AVX512_BF16));
 }
 
 /* 0: no memory. */

@@ -2,7 +2,7 @@
    broadcast: scores come out as the operand that values are multiplied by, and the softmax of LANES queries at a time takes no
    shuffles. A chunk of keys and values is made float32 once for all queries of a task; these go through it strip by strip. */
 #include "attention.h"
-#include "attention_vec.h"
+#include "fp8.h"
 
 /* A product's register block is ROWS keys or numbers by WIDTH vectors of queries: 12 or 24 sums. */
 enum { CHUNK = 64, WIDTH = 3, STRIP = WIDTH * LANES, ROWS = NUM_REGISTERS == 32 ? 8 : 4, MOST_ROWS = 8, LINES = CHUNK + MOST_ROWS };
@@ -156,7 +156,7 @@ struct soon {
 static struct soon find_soon(const struct attention *op, const struct task *task, int64_t first) {
     const int32_t *table = task->table;
     int64_t head = task->head, key = first + CHUNK, last = task->last_key;
-    size_t item = size_of(op->dtype);
+    size_t item = kv_size(op);
     if (key >= last)
         table = task->next_table, head = task->next_head, key = task->next_key, last = task->next_length;
     if (table == NULL || key >= last)
@@ -196,12 +196,12 @@ static void attend_chunk(const struct attention *op, const struct task *task, co
 /* ---- a task ---- */
 
 static void widen_chunk(const struct attention *op, const struct task *task, const struct tile *tile, int64_t first, int64_t count) {
-    size_t item = size_of(op->dtype), step = (size_t)op->token_stride * item;
+    size_t item = kv_size(op), step = (size_t)op->token_stride * item;
     for (int64_t i = 0; i < count;) { /* a block at a time */
         size_t at = (size_t)key_at(op, task->table, task->head, first + i) * item;
         for (int64_t end = least(count, i + op->block_size - (first + i) % op->block_size); i < end; i++, at += step) {
-            widen_line((const char *)op->k_cache + at, tile->keys + i * tile->padded, op->head_dim, tile->padded, op->dtype);
-            widen_line((const char *)op->v_cache + at, tile->values + i * tile->padded, op->head_dim, tile->padded, op->dtype);
+            widen_cache_line(op, (const char *)op->k_cache + at, tile->keys + i * tile->padded, tile->padded);
+            widen_cache_line(op, (const char *)op->v_cache + at, tile->values + i * tile->padded, tile->padded);
         }
     }
     memset(tile->keys + count * tile->padded, 0, (size_t)(MOST_ROWS * tile->padded) * sizeof(float));

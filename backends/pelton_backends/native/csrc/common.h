@@ -34,7 +34,7 @@ typedef uint16_t bf16;
 #error "products of bfloat16 in a library for float16"
 #endif
 
-enum { DTYPE_F32 = 0, DTYPE_BF16 = 1 };
+enum { DTYPE_F32 = 0, DTYPE_BF16 = 1, DTYPE_E4M3 = 2, DTYPE_E5M2 = 3 }; /* the last two are of caches alone: fp8.h */
 
 /* Width of a packed panel, in rows of a weight, keys, or numbers of a head. */
 enum { PANEL = 32 };

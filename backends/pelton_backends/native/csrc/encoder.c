@@ -78,7 +78,7 @@ static int run_layer(const struct encoding *call, const struct encoder_layer *la
     struct attention attention = {
         .k_cache = wide + inner, .v_cache = wide + 2 * inner, .block_stride = 3 * inner, .token_stride = 3 * inner,
         .head_stride = op->head_dim, .block_size = 1 << 30, .num_heads = op->num_heads, .num_kv_heads = op->num_heads, .group = 1,
-        .head_dim = op->head_dim, .scale = op->scale, .dtype = DTYPE_F32,
+        .head_dim = op->head_dim, .scale = op->scale, .dtype = DTYPE_F32, .kv_dtype = DTYPE_F32,
     };
     struct step step = {
         .query_start = chunk->starts, .seq_lens = chunk->lens, .block_table = chunk->starts, .table_stride = 1,

@@ -1,6 +1,6 @@
 /* What stands before attention: q/k norm, rope, writing keys and values. Queries are rotated where they are taken up, so that
    what a step's tasks read stays as it is. */
-#include "attention_vec.h"
+#include "fp8.h"
 
 /* RMS norm of one head, rounded as the reference rounds. */
 static void norm_line(float *line, int64_t dim, const void *norm, float eps, int unit_offset, int dtype) {
@@ -98,6 +98,21 @@ void pelton_copy_query(const struct attention *op, const struct task *task, int6
         move_head(task->rope, 0, from, task->positions[token], line);
 }
 
+/* One head's key, rounded to the model's dtype first, and the value that stands `value` bytes behind it, in place of number `at`. */
+static __attribute__((noinline)) void write_fp8(const struct rope *op, const struct attention *cache, const char *key, size_t value,
+                                                int64_t position, int64_t at) {
+    float line[op->head_dim]; /* room for either dtype */
+    uint8_t *keys = (uint8_t *)cache->k_cache + at, *values = (uint8_t *)cache->v_cache + at;
+    move_head(op, 1, key, position, line);
+    if (cache->kv_dtype == DTYPE_E4M3) {
+        narrow_fp8_line(line, keys, op->head_dim, op->dtype, DTYPE_E4M3);
+        narrow_fp8_line(key + value, values, op->head_dim, op->dtype, DTYPE_E4M3);
+    } else {
+        narrow_fp8_line(line, keys, op->head_dim, op->dtype, DTYPE_E5M2);
+        narrow_fp8_line(key + value, values, op->head_dim, op->dtype, DTYPE_E5M2);
+    }
+}
+
 void pelton_write_keys(const struct rope *op, const struct attention *cache, const struct written *step, const void *qkv, int64_t token) {
     int64_t slot = step->slots[token], heads = op->num_heads, kv_heads = op->num_kv_heads;
     if (slot < 0 || !op->writes_kv)
@@ -105,7 +120,9 @@ void pelton_write_keys(const struct rope *op, const struct attention *cache, con
     size_t item = size_of(op->dtype), head_bytes = (size_t)op->head_dim * item;
     const char *keys = (const char *)qkv + (size_t)(token * (heads + 2 * kv_heads) + heads) * head_bytes;
     int64_t start = slot / cache->block_size * cache->block_stride + slot % cache->block_size * cache->token_stride;
-    for (int64_t head = 0; head < kv_heads; head++) {
+    for (int64_t head = 0; head < kv_heads && cache->kv_dtype >= DTYPE_E4M3; head++)
+        write_fp8(op, cache, keys + (size_t)head * head_bytes, (size_t)kv_heads * head_bytes, step->positions[token], start + head * cache->head_stride);
+    for (int64_t head = 0; head < kv_heads && cache->kv_dtype < DTYPE_E4M3; head++) {
         size_t at = (size_t)(start + head * cache->head_stride) * item;
         move_head(op, 1, keys + (size_t)head * head_bytes, step->positions[token], (char *)cache->k_cache + at);
         memcpy((char *)cache->v_cache + at, keys + (size_t)(head + kv_heads) * head_bytes, head_bytes);
