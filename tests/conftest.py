@@ -174,11 +174,12 @@ def known_entry_points() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def known_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def known_checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tiny checkpoints are made once (pelton_checkpoints.py)."""
-    pelton_checkpoints.folder = tmp_path_factory.mktemp("checkpoints")
+    cache = request.config.cache.mkdir("checkpoints") if hasattr(request.config, "cache") else None
+    pelton_checkpoints.keep_in(tmp_path_factory.mktemp("checkpoints"), cache)
     yield
-    pelton_checkpoints.folder = None
+    pelton_checkpoints.forget()
 
 
 @pytest.fixture(scope="session", autouse=True)

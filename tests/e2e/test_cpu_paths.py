@@ -122,6 +122,7 @@ def test_shared_prefixes_and_long_rows_give_transformers_ids(
     assert alone[0] == batched[0] and any(is_used) == (path != TORCH)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @over_paths(PATHS, "qwen3")
 def test_16_bit_logprobs_are_near_float32(

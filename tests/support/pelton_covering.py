@@ -7,6 +7,7 @@ form. A grid of five parameters asks each of these questions dozens of times.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heapreplace
 from itertools import combinations
 from typing import Any
 
@@ -22,8 +23,15 @@ def covering(cases: Sequence[Case], strength: int) -> list[int]:
     met_by = [{(places, *(case[place] for place in places)) for places in axes} for case in cases]
     missing = set().union(*met_by)
     chosen: list[int] = []
+    # How many of the missing ones a case has only falls: who has the most by what was counted last, and still has, is the best.
+    counted = [(-len(met), index) for index, met in enumerate(met_by)]
+    heapify(counted)
     while missing:
-        best = max(range(len(cases)), key=lambda index: len(met_by[index] & missing))
+        negative, best = counted[0]
+        count = len(met_by[best] & missing)
+        if count != -negative:
+            heapreplace(counted, (-count, best))
+            continue
         missing -= met_by[best]
         chosen.append(best)
     return sorted(chosen)

@@ -49,12 +49,15 @@ def _let_scalars_bound_loops() -> None:
 
 
 def _round_to_nearest() -> None:
-    """As the device does: the interpreter cuts off. It also reads e4m3's NaN as 480."""
+    """As the device does: the interpreter cuts off. It also reads e4m3's NaN as 480. A number of bfloat16 is the upper half of one of
+    float32, which it makes of sign, exponent and digits."""
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
 
     def mended(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.is_bf16() and target.is_fp32():
+            return numbers.astype(np.uint32) << 16
         if source.is_fp32() and (target.is_fp8e4nv() or target.is_bf16()):
             wide = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
             if target.is_bf16():

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 address_of = torch.Tensor.data_ptr
+_LEAST, _GREATEST = np.minimum.reduce, np.maximum.reduce
 _known: dict[int, int] = {}
 """Ends of storages by their addresses: of tensors whose address was asked for, each as it was last."""
 
@@ -48,15 +49,26 @@ class Launch:
 
     def look_at(self, places: Any, mask: Any, size: int, what: str) -> None:
         """Raise where a place that `mask` has is not one of the launch's. Most often all lie in one storage, those left out too."""
-        if not places.size or self._has(int(places.min()), int(places.max()) + size):
+        if places.size < 2:
+            if not places.size or self._has(first := places.item(), first + size):
+                return
+        elif self._has(int(_LEAST(places, axis=None)), int(_GREATEST(places, axis=None)) + size):
             return
         chosen = places[np.broadcast_to(mask, places.shape)] if mask is not None else places.ravel()
-        if not chosen.size or self._has(int(chosen.min()), int(chosen.max()) + size):
-            return
-        self._look_up_tables()
-        for place in np.unique(chosen).tolist():
-            if not self._has(place, place + size):
-                raise IndexError(f"{self.kernel}: {what} of {size} bytes {self._named(place)}")
+        outside = self._outside(chosen, size)
+        if outside.size and self._tables:
+            self._look_up_tables()
+            outside = self._outside(outside, size)
+        if outside.size:
+            raise IndexError(f"{self.kernel}: {what} of {size} bytes {self._named(int(outside.min()))}")
+
+    def _outside(self, places: Any, size: int) -> Any:
+        """Return those of `places` that are in no storage."""
+        if not self._starts:
+            return places
+        index = np.searchsorted(np.array(self._starts, np.uint64), places, side="right")
+        ends = np.array([0, *self._ends], np.uint64)  # of what lies before the first one: none
+        return places[places + np.uint64(size) > ends[index]]
 
     def _look_up_tables(self) -> None:
         """Add the storages that the launch's tables name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -266,15 +267,23 @@ def quick_views(slow: Operator) -> Operator:
 
 
 def quick_casts(slow: Operator) -> Operator:
-    """`x.to(dtype)` among types that numpy has."""
+    """`x.to(dtype)` among types that numpy has, and of bfloat16 from and to float32."""
     plans: dict[Any, Any] = {}
 
     def plan_of(type: Any, target: Any) -> Any:
         source = type.scalar
-        is_known = target in NUMBERS and (source in NUMBERS or source == tl.int1)
-        if not is_known or (source == tl.float16 and target != tl.float32):
+        if (source, target) in ((tl.bfloat16, tl.float32), (tl.float32, tl.bfloat16)):
+            convert: Any = lambda data: interpreter._convert_float(data, source, target, None).view(kind)  # noqa: E731
+        elif (
+            target not in NUMBERS
+            or not (source in NUMBERS or source == tl.int1)
+            or (source == tl.float16 and target != tl.float32)
+        ):
             return None
-        return interpreter._get_np_dtype(target), type.with_element_ty(target) if type.is_block() else target
+        else:
+            convert = methodcaller("astype", interpreter._get_np_dtype(target))
+        kind = interpreter._get_np_dtype(target)
+        return convert, type.with_element_ty(target) if type.is_block() else target
 
     def cast(self: Any, *args: Any, **options: Any) -> Any:
         if options or len(args) != 1 or type(args[0]) is not tl.dtype:
@@ -286,7 +295,7 @@ def quick_casts(slow: Operator) -> Operator:
         plan = plans.get(key, 0)
         if plan == 0:
             plan = plans[key] = plan_of(self.type, target)
-        return slow(self, target) if plan is None else make_value(self.handle.data.astype(plan[0]), target, plan[1])
+        return slow(self, target) if plan is None else make_value(plan[0](self.handle.data), target, plan[1])
 
     return cast
 

@@ -9,6 +9,7 @@ whoever computes.
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -30,14 +31,14 @@ def assert_near_float32(path: str, prompts: list[list[int]], dtype: str, device:
     )
     with make_llm(path, device=device, dtype=dtype, **settings) as llm:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    exact, rounded = _rounded_model(path, dtype, device).float(), _rounded_model(path, dtype, device)
     kv_dtype = FP8.get(settings.get("kv_cache_dtype", "auto"))
     ours: list[float] = []
     theirs: list[float] = []
     for output in outputs:
         completion = output.outputs[0]
-        ids = [*output.prompt_token_ids, *completion.token_ids]
-        expected, other = _logprobs(exact, ids), _logprobs(rounded, ids, kv_dtype)
+        ids = (*output.prompt_token_ids, *completion.token_ids)
+        expected = _logprobs(path, dtype, device, ids, is_exact=True)
+        other = _logprobs(path, dtype, device, ids, kv_dtype)
         rows = [*(output.prompt_logprobs or [])[1:], *(completion.logprobs or [])]
         assert len(rows) == len(ids) - 1
         for place, row in enumerate(rows):
@@ -52,15 +53,27 @@ def assert_near_float32(path: str, prompts: list[list[int]], dtype: str, device:
     return f"mean {mean:.1e}, transformers {bound:.1e}, worst {max(ours):.1e}"
 
 
-def _rounded_model(path: str, dtype: str, device: str) -> Any:
+@lru_cache(maxsize=8)
+def _model(path: str, dtype: str, device: str, is_exact: bool) -> Any:
+    """With weights of this dtype, which it computes in float32 with where it is exact."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager")
-    return model.eval().to(device)
+    return (model.float() if is_exact else model).eval().to(device)
 
 
-def _logprobs(model: Any, ids: list[int], kv_dtype: torch.dtype | None = None) -> list[list[float]]:
+@lru_cache(maxsize=200)  # engines that compute in other ways mostly answer with the same tokens
+def _logprobs(
+    path: str,
+    dtype: str,
+    device: str,
+    ids: tuple[int, ...],
+    kv_dtype: torch.dtype | None = None,
+    *,
+    is_exact: bool = False,
+) -> list[list[float]]:
     """kv_dtype: what keys (after rotation) and values are rounded to before attention, as by a cache of that dtype."""
+    model = _model(path, dtype, device, is_exact)
     module = sys.modules[type(model).__module__]
     plain = module.eager_attention_forward
 

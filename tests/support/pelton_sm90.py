@@ -16,6 +16,7 @@ import bisect
 import contextlib
 import itertools
 import json
+import os
 import re
 import struct
 import subprocess
@@ -34,7 +35,7 @@ from pelton_linear_oracle import make_case
 from pelton_moe_case import moe_case
 from pelton_quick_compiler import quicken
 from pelton_sass import INSTRUCTION, unwritten
-from pelton_stages import NO_CODE, stages_of
+from pelton_stages import NO_CODE, digest_of_stages, stages_of
 from pelton_states import DeltaCase, GatedConvCase, KeyDeltaCase, LightningCase, ScanCase, StateCase, make_layer
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -619,13 +620,13 @@ def main(*arguments: str) -> None:
     compiled: list[Any] = []
     run = JITFunction.run
 
-    folder = tempfile.TemporaryDirectory()
+    folder = os.path.join(knobs.cache.dir, f"first_{digest_of_stages()}")  # kept from run to run, as instructions are
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         if wanted.has_code(len(compiled)):
             compiled.append((self, run(self, *args, grid=grid, warmup=True, **options)))
             return
-        with without_code(folder.name):
+        with without_code(folder):
             compiled.append((self, run(self, *args, grid=grid, warmup=True, **options)))
         self.device_caches.clear()  # else who wants its code is given this one
 

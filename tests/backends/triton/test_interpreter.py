@@ -126,6 +126,23 @@ def test_casts(ways: Any) -> None:
             same(ways, "to", value(source, shape), target)
 
 
+def test_bfloat16_from_and_to_float32_is_as_torch_has_it(ways: Any) -> None:
+    """All numbers, those below the least normal one and NaN too, and the middles between them."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    exact = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
+    for way in ways:
+        narrow = tl.tensor(interpreter.TensorHandle(bits, tl.bfloat16), tl.block_type(tl.bfloat16, [len(bits)]))
+        wide = way["to"](narrow, tl.float32)
+        assert np.array_equal(wide.handle.data.view(np.uint32), exact.view(torch.int32).numpy().view(np.uint32))
+        middles = (bits.astype(np.uint32) << 16) + 0x8000
+        wide = tl.tensor(
+            interpreter.TensorHandle(middles.view(np.float32), tl.float32), tl.block_type(tl.float32, [len(bits)])
+        )
+        rounded = torch.from_numpy(way["to"](wide, tl.bfloat16).handle.data.view(np.int16)).view(torch.bfloat16)
+        expected = torch.from_numpy(middles.view(np.float32)).bfloat16()
+        torch.testing.assert_close(rounded, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     "index", [None, (None, slice(None)), (slice(None), None), (slice(None), None, None), (slice(None),) * 2, 0]
 )

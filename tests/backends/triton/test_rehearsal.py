@@ -7,20 +7,25 @@ from pathlib import Path
 
 import pytest
 from pelton_programs import run_program
+from pelton_stages import digest_of_stages
+from triton import knobs
 
 from pelton.testing.models import make_tiny_checkpoint
 
 
 def starts(count: int, cache: Path, *arguments: str) -> list[dict[str, int]]:
-    read = cache.parent / "read_kernels"  # of all families that a worker starts
-    read.mkdir(exist_ok=True)
+    read = Path(knobs.cache.dir, f"read_{digest_of_stages()}")  # by all families, and by runs before
+    read.mkdir(parents=True, exist_ok=True)
+    refused = cache.parent / f"{cache.name}_refused"
+    refused.mkdir()
     environment = {
         "TRITON_CACHE_DIR": str(cache),
         "PELTON_TEST_READ_KERNELS": str(read),
+        "PELTON_TEST_REFUSED_KERNELS": str(refused),
         "OPENBLAS_NUM_THREADS": "1",
     }  # else numpy starts threads, which no fork has
     found = run_program("pelton_rehearsed.py", str(count), *arguments, **environment)
-    assert [path.read_text() for path in read.glob("*.refused")] == []
+    assert [path.read_text() for path in refused.iterdir()] == []
     assert len(found) == count
     return found
 

@@ -21,16 +21,19 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import cache
 
 READ = "PELTON_TEST_READ_KERNELS"
-"""Names the folder that has a file for each kernel that was read, and one of another name for each that was refused: a start that
-compiles ahead leaves these to the first launch, of which there is none here."""
+"""Names the folder that has a file for each kernel that was read, which is kept from run to run."""
+REFUSED = "PELTON_TEST_REFUSED_KERNELS"
+"""Names the folder that has a file for each that was refused: a start that compiles ahead leaves these to the first launch, of which
+there is none here."""
 
 
 def _path_of(source: Any) -> Path:
-    """Numbers are left out, which are sizes and strides; flags, words, what is None and types of arguments are not."""
+    """Numbers are left out, which are sizes and strides; flags, words, what is None, types of arguments and the code, that of all
+    functions that it calls too, are not."""
     constants = [
         (place, None if type(value) in (int, float) else str(value)) for place, value in source.constants.items()
     ]
-    of = source.fn.fn.__module__, source.name, sorted(constants), [*source.signature.items()]
+    of = source.fn.fn.__module__, source.name, source.fn.cache_key, sorted(constants), [*source.signature.items()]
     return Path(os.environ[READ], hashlib.sha256(repr(of).encode()).hexdigest())
 
 
@@ -43,7 +46,7 @@ def _read_once(kind: Any) -> None:
             try:
                 make_ir(source, *rest)
             except Exception:
-                path.with_suffix(".refused").write_text(f"{source.name}: {traceback.format_exc()}")
+                Path(os.environ[REFUSED], path.name).write_text(f"{source.name}: {traceback.format_exc()}")
                 raise
             path.touch()
         return ""
