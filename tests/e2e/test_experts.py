@@ -17,9 +17,12 @@ from pelton_e2e import Reference, generate, greedy, make_llm, references_in
 from pelton_isas import FLOAT32_PATHS
 from safetensors.torch import load_file, save_file
 
+from pelton.errors import ConfigError
 from pelton_plugins.models import gpt_oss
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4")
+FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4", "minimax_m2",
+)  # fmt: skip
 NUM_TOKENS = 17  # every prompt goes on over the end of a block
 LENGTHS = (1, 5, 16, 33, 129, 200)
 
@@ -94,8 +97,6 @@ def test_preemption_changes_nothing(reference: Reference) -> None:
 def test_a_method_that_knows_nothing_of_experts_is_refused(
     made: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pelton.errors import ConfigError
-
     monkeypatch.delattr("pelton_plugins.weight_forms.blocks.BlockWeights.experts")
     monkeypatch.delattr("pelton_plugins.weight_forms.blocks.BlockWeights.decoded")
     with pytest.raises(ConfigError, match="experts, which this version keeps in the model's dtype"):
@@ -187,6 +188,20 @@ def test_experts_may_be_one_tensor_a_matrix(made: Callable[[str], Reference], fa
     save_file(tensors, folder / "model.safetensors")
     with make_llm(str(folder)) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_minimax_m2_as_it_is_released(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    """The part of a head that turns is a number of its own, the rope's base is the architecture's."""
+    reference, folder = made("minimax_m2"), tmp_path / "released"
+    shutil.copytree(reference.path, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields.pop("rope_parameters")["partial_rotary_factor"] * fields["head_dim"] == fields["rotary_dim"]
+    known = {"scoring_func": "sigmoid", "qk_norm_type": "per_layer", "use_qk_norm": True, "attn_type_list": [1] * 4}
+    (folder / "config.json").write_text(json.dumps(fields | known))
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+    with pytest.raises(ConfigError, match="qk_norm_type is 'per_head'; this model has 'per_layer'"):
+        make_llm(str(folder), hf_overrides={"qk_norm_type": "per_head"})
 
 
 def test_llama4_with_a_part_for_images_gives_its_text(made: Callable[[str], Reference], tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ REFUSED = {
 """The end of a matrix's name, without ".weight", and why it takes no adapter. All others take one."""
 FAMILIES = (
     "mistral", "qwen2", "gemma3n", "deepseek_v2", "deepseek_v3", "deepseek_v2_moe", "deepseek_v3_moe", "deepseek_v32", "mixtral",
-    "qwen2_moe", "qwen3_moe", "glm4_moe", "llama4", "gpt_oss",
+    "qwen2_moe", "qwen3_moe", "glm4_moe", "llama4", "gpt_oss", "minimax_m2",
 )  # fmt: skip
 RANK, SCALE, STRENGTH = 8, 2.0, 0.05
 

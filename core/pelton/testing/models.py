@@ -122,6 +122,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeForCausalLM",
         {**_EXPERTS, **_SHARED, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {**_EXPERTS, "intermediate_size": 40, "rotary_dim": 8},
+    ),
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",
@@ -191,6 +196,7 @@ SEEDS = {
     "deepseek_v3": 1,
     "deepseek_v32": 6,
     "starcoder2": 2,
+    "minimax_m2": 2,
 }  # others: 1
 """Of six tried for each family: over 1,024 greedy tokens after random prompts the best two logits are at least 9e-4 apart.
 Rounding moves these logits by about 3e-5. DeepSeek V3.2, eight tried: a chosen token's score and the best one's that is not differ by

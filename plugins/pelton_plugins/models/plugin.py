@@ -41,6 +41,13 @@ def pelton_models() -> Sequence[ModelEntry]:
         _entry("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2's attention with experts, one of them taken by every token"),
         _entry("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3's attention with experts"),
         _entry("glm4_moe", "Glm4MoeForCausalLM", "GLM-4.5: dense layers, then experts chosen by groups"),
+        ModelEntry(
+            name="minimax_m2",
+            load="pelton_plugins.models.minimax_m2:MiniMaxM2ForCausalLM",
+            architectures=("MiniMaxM2ForCausalLM",),
+            config_defaults=(("rope_theta", 5e6),),
+            doc="MiniMax-M2: norms of all heads' queries and keys, experts by sigmoid scores and a correction",
+        ),
         _entry("llama4", "Llama4ForCausalLM", "Llama 4, text: attention in chunks, layers without rope, experts"),
         ModelEntry(
             name="llama4-text",
