@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ import pytest
 import torch
 from pelton_e2e import Reference, generate, greedy, make_llm, references_in
 from pelton_isas import FLOAT32_PATHS
+from pelton_stacked import stacked
 from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
@@ -176,16 +176,7 @@ def test_experts_may_be_one_tensor_a_matrix(made: Callable[[str], Reference], fa
     reference, folder = made(family), tmp_path / "stacked"
     shutil.copytree(reference.path, folder)
     tensors = load_file(folder / "model.safetensors")
-    pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-    found: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
-    for name in [name for name in tensors if pattern.fullmatch(name)]:
-        prefix, expert, matrix = pattern.fullmatch(name).groups()  # type: ignore[union-attr]
-        found.setdefault(prefix, {}).setdefault(matrix, {})[int(expert)] = tensors.pop(name)
-    assert found
-    for prefix, matrices in found.items():
-        gate, up, down = (torch.stack([matrices[m][i] for i in sorted(matrices[m])]) for m in ("gate", "up", "down"))
-        tensors |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
-    save_file(tensors, folder / "model.safetensors")
+    save_file(stacked(tensors), folder / "model.safetensors")
     with make_llm(str(folder)) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
 

@@ -146,6 +146,7 @@ _TEXT_PARTS = (
     ("gemma4", "Gemma4", "Gemma 4, dense, as it is released", ()),
     ("qwen2_vl", "Qwen2VL", "Qwen2-VL and Qwen2.5-VL", ()),
     ("qwen3_vl", "Qwen3VL", "Qwen3-VL, dense", ()),
+    ("qwen3_vl_moe", "Qwen3VLMoe", "Qwen3-VL with experts", (("norm_topk_prob", True), ("rope_theta", 5e5))),
 )
 
 
