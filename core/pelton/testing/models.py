@@ -127,6 +127,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MiniMaxM2ForCausalLM",
         {**_EXPERTS, "intermediate_size": 40, "rotary_dim": 8},
     ),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**_EXPERTS, "intermediate_size": 40, "clip_qkv": 2.0}),
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",

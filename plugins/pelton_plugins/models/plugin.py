@@ -48,6 +48,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             config_defaults=(("rope_theta", 5e6),),
             doc="MiniMax-M2: norms of all heads' queries and keys, experts by sigmoid scores and a correction",
         ),
+        ModelEntry(
+            name="olmoe",
+            load="pelton_plugins.models.olmoe:OlmoeForCausalLM",
+            architectures=("OlmoeForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5),),
+            doc="OLMoE: norms of all heads' queries and keys, experts",
+        ),
         _entry("llama4", "Llama4ForCausalLM", "Llama 4, text: attention in chunks, layers without rope, experts"),
         ModelEntry(
             name="llama4-text",
