@@ -22,7 +22,7 @@ from pelton_plugins.models import gpt_oss
 
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4", "minimax_m2",
-    "olmoe",
+    "olmoe", "ernie4_5_moe",
 )  # fmt: skip
 NUM_TOKENS = 17  # every prompt goes on over the end of a block
 LENGTHS = (1, 5, 16, 33, 129, 200)
@@ -194,6 +194,17 @@ def test_minimax_m2_as_it_is_released(made: Callable[[str], Reference], tmp_path
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
     with pytest.raises(ConfigError, match="qk_norm_type is 'per_head'; this model has 'per_layer'"):
         make_llm(str(folder), hf_overrides={"qk_norm_type": "per_head"})
+
+
+@pytest.mark.parametrize(
+    "field, value, right",
+    [("use_bias", True, "this model has False"), ("moe_norm_min", 0.01, "is the same up to 1e-09")],
+)
+def test_values_of_ernie_that_are_not_computed(
+    made: Callable[[str], Reference], field: str, value: Any, right: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{field} is {value}; .*{right}"):
+        make_llm(made("ernie4_5_moe").path, hf_overrides={field: value})
 
 
 def test_llama4_with_a_part_for_images_gives_its_text(made: Callable[[str], Reference], tmp_path: Path) -> None:

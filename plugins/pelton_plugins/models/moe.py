@@ -121,10 +121,10 @@ def grouped_routing(hf: HFConfig) -> RoutingSpec:
     )  # fmt: skip
 
 
-def shared_experts(config: BuildConfig, prefix: str) -> GatedMLP | None:
-    """Experts that every token takes, as one MLP of their joint width (DeepSeek, GLM)."""
+def shared_experts(config: BuildConfig, prefix: str, count: int | None = None) -> GatedMLP | None:
+    """Experts that every token takes, as one MLP of their joint width (DeepSeek, GLM); count: `n_shared_experts` when None."""
     hf = config.hf
-    count = hf.get("n_shared_experts", 0)
+    count = hf.get("n_shared_experts", 0) if count is None else count
     if not count:
         return None
     return GatedMLP(

@@ -55,6 +55,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             config_defaults=(("rms_norm_eps", 1e-5),),
             doc="OLMoE: norms of all heads' queries and keys, experts",
         ),
+        ModelEntry(
+            name="ernie4_5_moe",
+            load="pelton_plugins.models.ernie4_5_moe:Ernie4_5_MoeForCausalLM",
+            architectures=("Ernie4_5_MoeForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5), ("rope_theta", 5e5), ("tie_word_embeddings", True)),
+            doc="ERNIE 4.5 with experts: neighbours of a head turn, shared experts",
+        ),
         _entry("llama4", "Llama4ForCausalLM", "Llama 4, text: attention in chunks, layers without rope, experts"),
         ModelEntry(
             name="llama4-text",
