@@ -22,7 +22,7 @@ from pelton_plugins.models import gpt_oss
 
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4", "minimax_m2",
-    "olmoe", "ernie4_5_moe",
+    "olmoe", "ernie4_5_moe", "dots1",
 )  # fmt: skip
 NUM_TOKENS = 17  # every prompt goes on over the end of a block
 LENGTHS = (1, 5, 16, 33, 129, 200)
@@ -85,7 +85,7 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
 
 
 def test_preemption_changes_nothing(reference: Reference) -> None:
-    num_blocks = 1 + {"gpt_oss": 28, "llama4": 48}.get(
+    num_blocks = 1 + {"gpt_oss": 28, "dots1": 28, "llama4": 48}.get(
         reference.family, 20
     )  # windows and chunks have blocks of their own
     with make_llm(

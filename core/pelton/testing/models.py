@@ -133,6 +133,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Ernie4_5_MoeForCausalLM",
         {**_EXPERTS, "moe_num_shared_experts": 2, "moe_layer_end_index": 2, "tie_word_embeddings": True},
     ),
+    "dots1": (
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {**_EXPERTS, **_SHARED, "attention_bias": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",
@@ -204,6 +209,7 @@ SEEDS = {
     "starcoder2": 2,
     "minimax_m2": 2,
     "ernie4_5_moe": 3,
+    "dots1": 5,
 }  # others: 1
 """Of six tried for each family: over 1,024 greedy tokens after random prompts the best two logits are at least 9e-4 apart.
 Rounding moves these logits by about 3e-5. DeepSeek V3.2, eight tried: a chosen token's score and the best one's that is not differ by

@@ -62,6 +62,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             config_defaults=(("rms_norm_eps", 1e-5), ("rope_theta", 5e5), ("tie_word_embeddings", True)),
             doc="ERNIE 4.5 with experts: neighbours of a head turn, shared experts",
         ),
+        ModelEntry(
+            name="dots1",
+            load="pelton_plugins.models.dots1:Dots1ForCausalLM",
+            architectures=("Dots1ForCausalLM",),
+            config_defaults=(("norm_topk_prob", False), ("sliding_window", 4096)),
+            doc="dots.llm1: Qwen3's attention, dense layers, then experts with shared ones",
+        ),
         _entry("llama4", "Llama4ForCausalLM", "Llama 4, text: attention in chunks, layers without rope, experts"),
         ModelEntry(
             name="llama4-text",
