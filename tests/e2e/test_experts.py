@@ -22,7 +22,7 @@ from pelton_plugins.models import gpt_oss
 
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4", "minimax_m2",
-    "olmoe", "ernie4_5_moe", "dots1",
+    "olmoe", "ernie4_5_moe", "dots1", "solar_open",
 )  # fmt: skip
 NUM_TOKENS = 17  # every prompt goes on over the end of a block
 LENGTHS = (1, 5, 16, 33, 129, 200)

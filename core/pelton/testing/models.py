@@ -138,6 +138,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Dots1ForCausalLM",
         {**_EXPERTS, **_SHARED, "attention_bias": True, "sliding_window": 24, "max_window_layers": 2},
     ),
+    "solar_open": (
+        "SolarOpenConfig",
+        "SolarOpenForCausalLM",
+        {**_EXPERTS, **_SHARED, "first_k_dense_replace": 0, "attention_bias": True},
+    ),
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",

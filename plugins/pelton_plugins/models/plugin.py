@@ -69,6 +69,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             config_defaults=(("norm_topk_prob", False), ("sliding_window", 4096)),
             doc="dots.llm1: Qwen3's attention, dense layers, then experts with shared ones",
         ),
+        ModelEntry(
+            name="solar_open",
+            load="pelton_plugins.models.solar_open:SolarOpenForCausalLM",
+            architectures=("SolarOpenForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5), ("rope_theta", 1e6), ("n_shared_experts", 1)),
+            doc="Solar Open: Llama's attention, experts with shared ones",
+        ),
         _entry("llama4", "Llama4ForCausalLM", "Llama 4, text: attention in chunks, layers without rope, experts"),
         ModelEntry(
             name="llama4-text",
