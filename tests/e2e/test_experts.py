@@ -196,6 +196,16 @@ def test_minimax_m2_as_it_is_released(made: Callable[[str], Reference], tmp_path
         make_llm(str(folder), hf_overrides={"qk_norm_type": "per_head"})
 
 
+def test_windows_of_dots1_without_a_list_of_layers(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    reference, folder = made("dots1"), tmp_path / "released"
+    shutil.copytree(reference.path, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields.pop("layer_types")[2:] == ["sliding_attention"] * 2
+    (folder / "config.json").write_text(json.dumps(fields))
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
 @pytest.mark.parametrize(
     "field, value, right",
     [("use_bias", True, "this model has False"), ("moe_norm_min", 0.01, "is the same up to 1e-09")],
