@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +14,16 @@ import pytest
 import torch
 from pelton_e2e import Reference, generate, greedy, make_llm, references_in
 from pelton_isas import FLOAT32_PATHS
+from pelton_stacked import stacked
 from safetensors.torch import load_file, save_file
 
+from pelton.errors import ConfigError
 from pelton_plugins.models import gpt_oss
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4")
+FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2_moe", "deepseek_v3_moe", "gpt_oss", "llama4", "minimax_m2",
+    "olmoe", "ernie4_5_moe", "dots1", "solar_open",
+)  # fmt: skip
 NUM_TOKENS = 17  # every prompt goes on over the end of a block
 LENGTHS = (1, 5, 16, 33, 129, 200)
 
@@ -81,7 +85,7 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
 
 
 def test_preemption_changes_nothing(reference: Reference) -> None:
-    num_blocks = 1 + {"gpt_oss": 28, "llama4": 48}.get(
+    num_blocks = 1 + {"gpt_oss": 28, "dots1": 28, "llama4": 48}.get(
         reference.family, 20
     )  # windows and chunks have blocks of their own
     with make_llm(
@@ -94,8 +98,6 @@ def test_preemption_changes_nothing(reference: Reference) -> None:
 def test_a_method_that_knows_nothing_of_experts_is_refused(
     made: Callable[[str], Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pelton.errors import ConfigError
-
     monkeypatch.delattr("pelton_plugins.weight_forms.blocks.BlockWeights.experts")
     monkeypatch.delattr("pelton_plugins.weight_forms.blocks.BlockWeights.decoded")
     with pytest.raises(ConfigError, match="experts, which this version keeps in the model's dtype"):
@@ -175,18 +177,44 @@ def test_experts_may_be_one_tensor_a_matrix(made: Callable[[str], Reference], fa
     reference, folder = made(family), tmp_path / "stacked"
     shutil.copytree(reference.path, folder)
     tensors = load_file(folder / "model.safetensors")
-    pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-    found: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
-    for name in [name for name in tensors if pattern.fullmatch(name)]:
-        prefix, expert, matrix = pattern.fullmatch(name).groups()  # type: ignore[union-attr]
-        found.setdefault(prefix, {}).setdefault(matrix, {})[int(expert)] = tensors.pop(name)
-    assert found
-    for prefix, matrices in found.items():
-        gate, up, down = (torch.stack([matrices[m][i] for i in sorted(matrices[m])]) for m in ("gate", "up", "down"))
-        tensors |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
-    save_file(tensors, folder / "model.safetensors")
+    save_file(stacked(tensors), folder / "model.safetensors")
     with make_llm(str(folder)) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_minimax_m2_as_it_is_released(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    """The part of a head that turns is a number of its own, the rope's base is the architecture's."""
+    reference, folder = made("minimax_m2"), tmp_path / "released"
+    shutil.copytree(reference.path, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields.pop("rope_parameters")["partial_rotary_factor"] * fields["head_dim"] == fields["rotary_dim"]
+    known = {"scoring_func": "sigmoid", "qk_norm_type": "per_layer", "use_qk_norm": True, "attn_type_list": [1] * 4}
+    (folder / "config.json").write_text(json.dumps(fields | known))
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+    with pytest.raises(ConfigError, match="qk_norm_type is 'per_head'; this model has 'per_layer'"):
+        make_llm(str(folder), hf_overrides={"qk_norm_type": "per_head"})
+
+
+def test_windows_of_dots1_without_a_list_of_layers(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    reference, folder = made("dots1"), tmp_path / "released"
+    shutil.copytree(reference.path, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields.pop("layer_types")[2:] == ["sliding_attention"] * 2
+    (folder / "config.json").write_text(json.dumps(fields))
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+@pytest.mark.parametrize(
+    "field, value, right",
+    [("use_bias", True, "this model has False"), ("moe_norm_min", 0.01, "is the same up to 1e-09")],
+)
+def test_values_of_ernie_that_are_not_computed(
+    made: Callable[[str], Reference], field: str, value: Any, right: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{field} is {value}; .*{right}"):
+        make_llm(made("ernie4_5_moe").path, hf_overrides={field: value})
 
 
 def test_llama4_with_a_part_for_images_gives_its_text(made: Callable[[str], Reference], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from pelton import LoRARequest
 from pelton.errors import InvalidAdapterError
 from pelton.testing.models import load_reference, make_tiny_checkpoint
 
-EXPERT = r"(.*\.)?(mlp|block_sparse_moe|feed_forward)\.((experts|router|gate|shared_expert_gate)\b.*)"
+EXPERT = r"(.*\.)?(mlp|block_sparse_moe|feed_forward)\.((experts|router|gate|shared_expert_gate|moe_statics)\b.*)"
 REFUSED = {
     EXPERT: "belongs to a layer of experts",
     r".*kv_b_proj": "it is multiplied with queries",
@@ -31,7 +31,8 @@ REFUSED = {
 """The end of a matrix's name, without ".weight", and why it takes no adapter. All others take one."""
 FAMILIES = (
     "mistral", "qwen2", "gemma3n", "deepseek_v2", "deepseek_v3", "deepseek_v2_moe", "deepseek_v3_moe", "deepseek_v32", "mixtral",
-    "qwen2_moe", "qwen3_moe", "glm4_moe", "llama4", "gpt_oss",
+    "qwen2_moe", "qwen3_moe", "glm4_moe", "llama4", "gpt_oss", "minimax_m2",
+    "ernie4_5_moe",
 )  # fmt: skip
 RANK, SCALE, STRENGTH = 8, 2.0, 0.05
 

@@ -47,8 +47,8 @@ CASES = {
     "tp2-pp2-quantized": Case(
         "llama", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, WHOLE_BLOCKS, "q8_0"
     ),
-    "ep2-experts": Case(
-        "qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, targets=ATTENTION
+    "ep2-experts-joint-norms": Case(
+        "minimax_m2", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, targets=ATTENTION
     ),
     "dp2-latents-experts": Case("deepseek_v3_moe", {"data_parallel_size": 2}, targets=("o_proj",), times=3),
     "dcp2-experts-quantized": Case(

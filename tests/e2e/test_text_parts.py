@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pelton_e2e import Reference, generate, greedy, make_llm, references_in
+from pelton_stacked import stacked
 from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
@@ -31,13 +32,13 @@ RELEASED = {
                ("model.vision_tower.encoder.layers.0.mlp.up_proj.weight", "model.embed_vision.embedding_projection.weight")),
     "qwen2": ("Qwen2_5_VLForConditionalGeneration", ("", ""), ("visual.patch_embed.proj.weight",)),
     "qwen3": ("Qwen3VLForConditionalGeneration", ("model.", "model.language_model."), ("model.visual.patch_embed.proj.weight",)),
+    "qwen3_moe": ("Qwen3VLMoeForConditionalGeneration", ("model.", "model.language_model."), ("model.visual.patch_embed.proj.weight",)),
 }  # fmt: skip
+_MROPE = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 TEXT_TYPES = {
     "qwen2": {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
-    "qwen3": {
-        "model_type": "qwen3_vl_text",
-        "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
-    },
+    "qwen3": {"model_type": "qwen3_vl_text", "rope_scaling": _MROPE},
+    "qwen3_moe": {"model_type": "qwen3_vl_moe_text", "rope_scaling": _MROPE},
 }
 """Fields that these have beside those of the text model alone."""
 
@@ -47,11 +48,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
     return references_in(tmp_path_factory, NUM_TOKENS, LENGTHS)
 
 
-def release(reference: Reference, folder: Path, **outer: Any) -> str:
-    """The family's checkpoint as it is released."""
+def release(reference: Reference, folder: Path, *, is_transposed: bool = True, **outer: Any) -> str:
+    """The family's checkpoint as it is released; is_transposed: experts of Qwen3-VL."""
     architecture, (old, new), others = RELEASED[reference.family]
     shutil.copytree(reference.path, folder)
     tensors = load_file(folder / "model.safetensors")
+    if reference.family == "qwen3_moe":
+        tensors = {n: t.mT.contiguous() if is_transposed and t.dim() == 3 else t for n, t in stacked(tensors).items()}
     moved = {new + name.removeprefix(old): tensor.clone() for name, tensor in tensors.items() if name.startswith(old)}
     rest = {name: tensor.clone() for name, tensor in tensors.items() if not name.startswith(old)}  # the head
     save_file({**moved, **rest, **{name: torch.zeros(4) for name in others}}, folder / "model.safetensors")
@@ -72,6 +75,15 @@ def test_the_text_of_a_released_checkpoint(made: Callable[[str], Reference], fam
     reference = made(family)
     with make_llm(release(reference, tmp_path / family), max_num_batched_tokens=40) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_experts_as_transformers_writes_them(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    reference = made("qwen3_moe")
+    path = release(reference, tmp_path / "written", is_transposed=False)
+    with make_llm(path) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+    with pytest.raises(ConfigError, match="norm_topk_prob is False; this model has True"):
+        make_llm(path, hf_overrides={"text_config": {"norm_topk_prob": False}})
 
 
 def test_fields_that_gemma_leaves_out_have_their_values(made: Callable[[str], Reference], tmp_path: Path) -> None:

@@ -122,6 +122,27 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeForCausalLM",
         {**_EXPERTS, **_SHARED, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
     ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {**_EXPERTS, "intermediate_size": 40, "rotary_dim": 8},
+    ),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**_EXPERTS, "intermediate_size": 40, "clip_qkv": 2.0}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {**_EXPERTS, "moe_num_shared_experts": 2, "moe_layer_end_index": 2, "tie_word_embeddings": True},
+    ),
+    "dots1": (
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {**_EXPERTS, **_SHARED, "attention_bias": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        "SolarOpenForCausalLM",
+        {**_EXPERTS, **_SHARED, "first_k_dense_replace": 0, "attention_bias": True},
+    ),
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",
@@ -191,6 +212,9 @@ SEEDS = {
     "deepseek_v3": 1,
     "deepseek_v32": 6,
     "starcoder2": 2,
+    "minimax_m2": 2,
+    "ernie4_5_moe": 3,
+    "dots1": 5,
 }  # others: 1
 """Of six tried for each family: over 1,024 greedy tokens after random prompts the best two logits are at least 9e-4 apart.
 Rounding moves these logits by about 3e-5. DeepSeek V3.2, eight tried: a chosen token's score and the best one's that is not differ by

@@ -90,6 +90,7 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     correction: str = "gate.e_score_correction_bias"
+    correction_is_row: bool = False  # it is [1, E]
 
 
 PACKED = {
@@ -168,11 +169,13 @@ class SparseMoe(nn.Module):
         weight_format: str = "plain",
         shared: GatedMLP | None = None,
         shared_gate: str | None = None,
+        router_dtype: torch.dtype | None = None,
     ) -> None:
         """prefix: of the MLP in the checkpoint. has_bias, limit: as in `ExpertsSpec`; a router has a bias where its experts have.
         make_experts: allocates the experts' tensors and says how a checkpoint fills them, where it is not one tensor a matrix;
         weight_format: of what it allocates.
-        shared: takes every token; shared_gate: the name of the matrix [1, H] whose sigmoid it is multiplied by, if any."""
+        shared: takes every token; shared_gate: the name of the matrix [1, H] whose sigmoid it is multiplied by, if any.
+        router_dtype: the model's or float32; the model's when None."""
         super().__init__()
         parallel = config.parallel
         first, num_held, width = 0, None, intermediate_size
@@ -200,7 +203,7 @@ class SparseMoe(nn.Module):
             self.copies.copy_(table)
         self.places = places_of_ranks(parallel, num_places) if config.has_whole_experts else []
         self.has_all = num_held is None
-        self.router = _parameter(config, routing.num_experts, hidden_size)
+        self.router = _parameter(config, routing.num_experts, hidden_size, dtype=router_dtype)
         config.weights.expect(f"{prefix}.{names.router}.weight", tuple(self.router.shape), self.router)
         self.router_bias: nn.Parameter | None = None
         if has_bias:
@@ -209,7 +212,8 @@ class SparseMoe(nn.Module):
         self.correction: nn.Parameter | None = None
         if routing.has_correction:
             self.correction = _parameter(config, routing.num_experts, dtype=torch.float32)
-            config.weights.expect(f"{prefix}.{names.correction}", (routing.num_experts,), self.correction)
+            stored = self.correction.data[None] if names.correction_is_row else self.correction
+            config.weights.expect(f"{prefix}.{names.correction}", tuple(stored.shape), stored)
         self.shared_gate: nn.Parameter | None = None
         if shared_gate is not None:
             self.shared_gate = _parameter(config, 1, hidden_size)

@@ -55,11 +55,8 @@ class InterleavedDecoderLayer(LlamaDecoderLayer):
         assert rope is not None
         self.neighbours = Neighbours(self.qkv_proj, head_dim, rope, config)
 
-    def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        qkv, residual = self.qkv_proj(hidden, residual)
-        hidden = self.o_proj(self.attn(self.neighbours(qkv), batch))
-        activated, residual = self.gate_up_proj(hidden, residual)
-        return self.down_proj(activated), residual
+    def attend(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+        return super().attend(self.neighbours(qkv), batch)
 
 
 class InterleavedForCausalLM(LlamaForCausalLM):

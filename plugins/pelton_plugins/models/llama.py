@@ -63,7 +63,7 @@ class LlamaDecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """(last sub-layer's output, residual), each [T, H] -> the same after this layer."""
         qkv, residual = self.qkv_proj(hidden, residual)
-        hidden = self.o_proj(self.attn(qkv, batch))
+        hidden = self.o_proj(self.attend(qkv, batch))
         activated, residual = self.gate_up_proj(hidden, residual)
         return self.down_proj(activated), residual
 
@@ -72,7 +72,7 @@ class LlamaDecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`forward`, of whose result only these tokens are wanted: [n] int64 -> each [n, H]. The others' keys and values are written."""
         qkv, residual = self.qkv_proj(hidden, residual)
-        attended, residual = self.attn(qkv, batch).index_select(0, tokens), residual.index_select(0, tokens)
+        attended, residual = self.attend(qkv, batch).index_select(0, tokens), residual.index_select(0, tokens)
         if not len(tokens):
             return residual, residual
         keep_adapters(batch, tokens)
@@ -80,6 +80,11 @@ class LlamaDecoderLayer(nn.Module):
         return self.down_proj(activated), residual
 
     # What models of this shape differ in.
+
+    def attend(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return attention's output of these rows, after what a model does to them first."""
+        attended: Tensor = self.attn(qkv, batch)
+        return attended
 
     def qkv_bias(self, config: BuildConfig) -> bool:
         return bool(config.hf.get("attention_bias"))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
 from pelton.attention.metadata import ForwardBatch
+from pelton.errors import ConfigError
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
 from pelton_plugins.models.experts import GatedMLP, SparseMoe
 from pelton_plugins.models.llama import LlamaDecoderLayer, LlamaForCausalLM, keep_adapters
+from pelton_plugins.models.olmo2 import QKNorm
 from pelton_plugins.models.stacked_experts import one_for_each_expert
 
 
@@ -31,7 +34,7 @@ class MoeDecoderLayer(LlamaDecoderLayer):
         if self.experts is None:
             return super().forward(hidden, residual, batch)
         qkv, residual = self.qkv_proj(hidden, residual)
-        hidden = self.o_proj(self.attn(qkv, batch))
+        hidden = self.o_proj(self.attend(qkv, batch))
         result: tuple[Tensor, Tensor] = self.experts(hidden, residual, batch)
         return result
 
@@ -41,7 +44,7 @@ class MoeDecoderLayer(LlamaDecoderLayer):
         if self.experts is None:
             return super().forward_tokens(hidden, residual, batch, tokens)
         qkv, residual = self.qkv_proj(hidden, residual)
-        attended, residual = self.attn(qkv, batch).index_select(0, tokens), residual.index_select(0, tokens)
+        attended, residual = self.attend(qkv, batch).index_select(0, tokens), residual.index_select(0, tokens)
         if not len(tokens):
             return residual, residual
         keep_adapters(batch, tokens)
@@ -53,6 +56,22 @@ class MoeDecoderLayer(LlamaDecoderLayer):
 
     def make_experts(self, config: BuildConfig, prefix: str) -> SparseMoe:
         raise NotImplementedError
+
+
+class JointlyNormedLayer(MoeDecoderLayer):
+    """Queries and keys are normed over all heads together, as in OLMo 2."""
+
+    def __init__(self, index: int, *, config: BuildConfig, prefix: str, **fields: Any) -> None:
+        super().__init__(index, config=config, prefix=prefix, **fields)
+        hf = config.hf
+        self.qk_norm = QKNorm(
+            hf.num_attention_heads, hf.get("num_key_value_heads", hf.num_attention_heads), self.attn.head_dim,
+            config=config, prefix=f"{prefix}.self_attn",
+        )  # fmt: skip
+
+    def attend(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+        self.qk_norm(qkv)
+        return super().attend(qkv, batch)
 
 
 class MoeForCausalLM(LlamaForCausalLM):
@@ -78,6 +97,13 @@ class MoeForCausalLM(LlamaForCausalLM):
         return super().load_weights(one_for_each_expert(weights, self.weights.expected()))
 
 
+def check_fields(hf: HFConfig, **computed: Any) -> None:
+    """Refuse a field whose value is not the one that is computed; where config.json leaves it out, it has that value."""
+    for name, value in computed.items():
+        if (found := hf.get(name, value)) != value:
+            raise ConfigError(f"{name} is {found!r}; this model has {value!r}. Use another checkpoint.")
+
+
 def num_experts(hf: HFConfig) -> int:
     """Return how many a layer has, by the name that the checkpoint has for it."""
     for name in ("num_experts", "num_local_experts"):
@@ -95,10 +121,10 @@ def grouped_routing(hf: HFConfig) -> RoutingSpec:
     )  # fmt: skip
 
 
-def shared_experts(config: BuildConfig, prefix: str) -> GatedMLP | None:
-    """Experts that every token takes, as one MLP of their joint width (DeepSeek, GLM)."""
+def shared_experts(config: BuildConfig, prefix: str, count: int | None = None) -> GatedMLP | None:
+    """Experts that every token takes, as one MLP of their joint width (DeepSeek, GLM); count: `n_shared_experts` when None."""
     hf = config.hf
-    count = hf.get("n_shared_experts", 0)
+    count = hf.get("n_shared_experts", 0) if count is None else count
     if not count:
         return None
     return GatedMLP(

@@ -41,6 +41,41 @@ def pelton_models() -> Sequence[ModelEntry]:
         _entry("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2's attention with experts, one of them taken by every token"),
         _entry("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3's attention with experts"),
         _entry("glm4_moe", "Glm4MoeForCausalLM", "GLM-4.5: dense layers, then experts chosen by groups"),
+        ModelEntry(
+            name="minimax_m2",
+            load="pelton_plugins.models.minimax_m2:MiniMaxM2ForCausalLM",
+            architectures=("MiniMaxM2ForCausalLM",),
+            config_defaults=(("rope_theta", 5e6),),
+            doc="MiniMax-M2: norms of all heads' queries and keys, experts by sigmoid scores and a correction",
+        ),
+        ModelEntry(
+            name="olmoe",
+            load="pelton_plugins.models.olmoe:OlmoeForCausalLM",
+            architectures=("OlmoeForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5),),
+            doc="OLMoE: norms of all heads' queries and keys, experts",
+        ),
+        ModelEntry(
+            name="ernie4_5_moe",
+            load="pelton_plugins.models.ernie4_5_moe:Ernie4_5_MoeForCausalLM",
+            architectures=("Ernie4_5_MoeForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5), ("rope_theta", 5e5), ("tie_word_embeddings", True)),
+            doc="ERNIE 4.5 with experts: neighbours of a head turn, shared experts",
+        ),
+        ModelEntry(
+            name="dots1",
+            load="pelton_plugins.models.dots1:Dots1ForCausalLM",
+            architectures=("Dots1ForCausalLM",),
+            config_defaults=(("norm_topk_prob", False), ("sliding_window", 4096)),
+            doc="dots.llm1: Qwen3's attention, dense layers, then experts with shared ones",
+        ),
+        ModelEntry(
+            name="solar_open",
+            load="pelton_plugins.models.solar_open:SolarOpenForCausalLM",
+            architectures=("SolarOpenForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5), ("rope_theta", 1e6), ("n_shared_experts", 1)),
+            doc="Solar Open: Llama's attention, experts with shared ones",
+        ),
         _entry("llama4", "Llama4ForCausalLM", "Llama 4, text: attention in chunks, layers without rope, experts"),
         ModelEntry(
             name="llama4-text",
@@ -139,6 +174,7 @@ _TEXT_PARTS = (
     ("gemma4", "Gemma4", "Gemma 4, dense, as it is released", ()),
     ("qwen2_vl", "Qwen2VL", "Qwen2-VL and Qwen2.5-VL", ()),
     ("qwen3_vl", "Qwen3VL", "Qwen3-VL, dense", ()),
+    ("qwen3_vl_moe", "Qwen3VLMoe", "Qwen3-VL with experts", (("norm_topk_prob", True), ("rope_theta", 5e5))),
 )
 
 

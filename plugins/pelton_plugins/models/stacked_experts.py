@@ -30,11 +30,16 @@ class _Part(LazyWeight):
 
 
 def one_for_each_expert(
-    weights: Iterable[tuple[str, LazyWeight]], expected: Collection[str], *, is_transposed: bool = False
+    weights: Iterable[tuple[str, LazyWeight]],
+    expected: Collection[str],
+    *,
+    is_transposed: bool = False,
+    hidden_size: int | None = None,
 ) -> Iterator[tuple[str, LazyWeight]]:
     """Yield `weights`, with `...experts.gate_up_proj` [E, 2 I, H], gate first, and `...experts.down_proj` [E, H, I] taken apart into
     the names that the model expects, and so their scales for each row, `...gate_up_proj_scale` and `...down_proj_scale` [E, rows, 1] or
-    [E, 1, rows]. A name that the model expects as it is stays so. is_transposed: the matrices are [E, H, 2 I] and [E, I, H]."""
+    [E, 1, rows]. A name that the model expects as it is stays so. is_transposed: the matrices are [E, H, 2 I] and [E, I, H].
+    hidden_size: H, where they may be either, and their shape says which."""
     layers = {found[1] for name in expected if (found := _ONE.fullmatch(name))}
     for name, weight in weights:
         found = None if name in expected else _STACKED.fullmatch(name)
@@ -42,6 +47,8 @@ def one_for_each_expert(
             yield name, weight
             continue
         is_turned = weight.shape[1] == 1 if found[3] else is_transposed
+        if hidden_size is not None and not found[3]:
+            is_turned = weight.shape[1 if found[2] == "down_proj" else 2] != hidden_size
         num_rows = weight.shape[2 if is_turned else 1]
         parts = {"down_proj": (0, num_rows)}
         if found[2] == "gate_up_proj":

@@ -14,9 +14,12 @@ from pelton_plugins.models.gemma3 import Gemma3ForCausalLM
 from pelton_plugins.models.gemma3n import Gemma3nForCausalLM
 from pelton_plugins.models.gemma4 import Gemma4ForCausalLM
 from pelton_plugins.models.mistral import MistralForCausalLM
+from pelton_plugins.models.moe import check_fields
 from pelton_plugins.models.qwen2 import Qwen2ForCausalLM
 from pelton_plugins.models.qwen3 import Qwen3ForCausalLM
+from pelton_plugins.models.qwen3_moe import Qwen3MoeForCausalLM
 from pelton_plugins.models.qwen3_next import Qwen3_5ForCausalLM
+from pelton_plugins.models.stacked_experts import one_for_each_expert
 
 TEXT = "language_model."
 
@@ -100,6 +103,21 @@ class Qwen3VLForConditionalGeneration(Qwen3ForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(_without_part(weights))
+
+
+class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
+    """Qwen3-VL with experts. Released ones are [E, H, 2 I] and [E, I, H]; transformers writes models that it made the other way."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "qwen3_vl_moe_text")
+        check_fields(config.hf, norm_topk_prob=True)
+        super().__init__(config=config, prefix=prefix)
+        ignore_other_parts(config, rf"{prefix}(model\.)?")
+        self.hidden_size = config.hf.hidden_size
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        expected, size = self.weights.expected(), self.hidden_size
+        return super().load_weights(one_for_each_expert(_without_part(weights), expected, hidden_size=size))
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):

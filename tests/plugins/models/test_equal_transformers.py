@@ -101,7 +101,11 @@ def test_greedy_tokens_of_a_batch_equal_each_alone(checkpoint, reference, make_d
     assert list(outputs.values()) == want
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "seed_oss", "qwen3_moe", "mixtral"], indirect=True)
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "smollm3", "seed_oss", "glm4", "qwen3_moe", "mixtral", "minimax_m2"],
+    indirect=True,
+)
 def test_wanted_tokens_alone(checkpoint, reference, make_driver, token_ids, monkeypatch):
     """The last layer leaves out what nobody reads, and writes every token's keys and values all the same."""
     driver = make_driver(checkpoint)
