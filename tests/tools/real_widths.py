@@ -66,6 +66,14 @@ FIELDS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "glm4_moe": {**EXPERTS, "n_group": 1, "topk_group": 1, "num_attention_heads": 96},
+    "minimax_m2": {**EXPERTS, "intermediate_size": 1536, "num_attention_heads": 48, "rotary_dim": 64},
+    "olmoe": {
+        **EXPERTS, "intermediate_size": 1024, "num_experts_per_tok": 8, "hidden_size": 2048, "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "hidden_size": 2560, "moe_layer_end_index": 3},
+    "dots1": {**EXPERTS, "n_group": 1, "topk_group": 1, "sliding_window": 512},
+    "solar_open": {**EXPERTS, "n_group": 1, "topk_group": 1},
     "llama4": {
         "hidden_size": 5120, "num_attention_heads": 40, "num_local_experts": 16, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
         "attention_chunk_size": 1024,
