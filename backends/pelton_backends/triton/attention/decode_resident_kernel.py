@@ -108,7 +108,7 @@ def _angles(cos_sin, position, dim, ROTARY_DIM: gl.constexpr):
 
 
 @gluon.jit
-def _token_at(slot_mapping, cos_sin, row, position, ROTARY_DIM: gl.constexpr, HEADS: gl.constexpr):
+def _slot_and_angles(slot_mapping, cos_sin, row, position, ROTARY_DIM: gl.constexpr, HEADS: gl.constexpr):
     """Slot, cosine and sine of a row with one token."""
     slot = gl.load(slot_mapping + row)
     cos, sin = slot, slot
@@ -118,7 +118,7 @@ def _token_at(slot_mapping, cos_sin, row, position, ROTARY_DIM: gl.constexpr, HE
 
 
 @gluon.jit
-def _token_of(
+def _numbers_of_token(
     query, row, stride_query, head, ROTARY_DIM: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr,
     MMA: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
@@ -140,11 +140,12 @@ def _token_of(
 
 @gluon.jit
 def _one_token(
-    at_token, token, keys, values, is_owner, norms, x_smem, stride_block, scale, MMA: gl.constexpr, EPS: gl.constexpr,
+    place, numbers, keys, values, is_owner, norms, x_smem, stride_block, scale, MMA: gl.constexpr, EPS: gl.constexpr,
     UNIT_OFFSET: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROTARY_DIM: gl.constexpr, M: gl.constexpr, W: gl.constexpr,
     HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Query heads and the new token of a row with one, which `_token_at` and `_token_of` have read. keys, values: the kv head's.
+    """Query heads and the new token of a row with one; place, numbers: of `_slot_and_angles` and `_numbers_of_token`; keys, values: the kv
+    head's.
 
     Returns the queries as the products' right side, and maximum, sum and weighted values of the new token: the first warp's of the owner,
     else of nothing."""
@@ -153,8 +154,8 @@ def _one_token(
     dtype: gl.constexpr = x_smem.dtype
     dim = gl.arange(0, _D, gl.SliceLayout(0, HEADS))
     wide = gl.arange(0, _D, gl.SliceLayout(1, COLUMNS))
-    slot, cos, sin = at_token
-    own, other, own_key, other_key, value = token
+    slot, cos, sin = place
+    own, other, own_key, other_key, value = numbers
     at = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * _D
     x, key = own.to(gl.float32), own_key.to(gl.float32)
     other, other_key = other.to(gl.float32), other_key.to(gl.float32)
@@ -453,16 +454,18 @@ def resident_decode_kernel(
     of_warp = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
     place_of = gl.expand_dims(gl.expand_dims(of_warp * 16, 1) + gl.expand_dims(within, 0), 2)
     buffer = gl.to_tensor(0)
-    at_token, token, next_position = 0, 0, first_row.to(gl.int64)
+    place, numbers, next_position = 0, 0, first_row.to(gl.int64)
     if IS_AHEAD:
         if ROTARY_DIM > 0:
             next_position = gl.load(positions + first_row)
-        at_token = _token_at(slot_mapping, cos_sin, first_row, next_position, ROTARY_DIM, HEADS)
+        place = _slot_and_angles(slot_mapping, cos_sin, first_row, next_position, ROTARY_DIM, HEADS)
         if ROTARY_DIM > 0:
             next_position = gl.load(positions + gl.minimum(first_row + 1, last_row))
         if PDL:
             gdc_wait()
-        token = _token_of(query, first_row, stride_query, head, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, MMA, HEADS)
+        numbers = _numbers_of_token(
+            query, first_row, stride_query, head, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, MMA, HEADS
+        )
     for row in range(first_row, last_row + 1):
         begin = gl.where(row == first_row, first_chunk, 0)
         end = gl.maximum(last_key + C - 1, 0) // C
@@ -482,13 +485,15 @@ def resident_decode_kernel(
             position = first_row.to(gl.int64)
             if ROTARY_DIM > 0:
                 position = gl.load(positions + row)
-            at_now = _token_at(slot_mapping, cos_sin, row, position, ROTARY_DIM, HEADS)
+            place_now = _slot_and_angles(slot_mapping, cos_sin, row, position, ROTARY_DIM, HEADS)
         next_key = last_key
         if IS_AHEAD:
-            at_now, now = at_token, token
+            place_now, numbers_now = place, numbers
             if row < last_row:  # what the next row's start reads comes while this one's keys do
-                at_token = _token_at(slot_mapping, cos_sin, row + 1, next_position, ROTARY_DIM, HEADS)
-                token = _token_of(query, row + 1, stride_query, head, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, MMA, HEADS)
+                place = _slot_and_angles(slot_mapping, cos_sin, row + 1, next_position, ROTARY_DIM, HEADS)
+                numbers = _numbers_of_token(
+                    query, row + 1, stride_query, head, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, MMA, HEADS
+                )
                 next_key = _keys_of(row + 1, query_start_loc, seq_lens, TOKENS)
                 if ROTARY_DIM > 0:
                     next_position = gl.load(positions + gl.minimum(row + 2, last_row))
@@ -496,13 +501,15 @@ def resident_decode_kernel(
             if PDL:
                 gdc_wait()
             if TOKENS == 1:
-                now = _token_of(query, row, stride_query, head, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, MMA, HEADS)
+                numbers_now = _numbers_of_token(
+                    query, row, stride_query, head, ROTARY_DIM, NUM_KV_HEADS, GROUP, M, MMA, HEADS
+                )
         if last_key >= 0:
             is_owner = begin == 0
             if TOKENS == 1:
                 tile, top, total, sums = _one_token(
-                    at_now, now, keys, values, is_owner, norms, x_smem, stride_block, scale, MMA, EPS, UNIT_OFFSET, BLOCK_SIZE, ROTARY_DIM,
-                    M, W, HEADS,
+                    place_now, numbers_now, keys, values, is_owner, norms, x_smem, stride_block, scale, MMA, EPS, UNIT_OFFSET, BLOCK_SIZE,
+                    ROTARY_DIM, M, W, HEADS,
                 )  # fmt: skip
             else:
                 tile, top, total, sums = _some_tokens(

@@ -23,8 +23,8 @@ MAX_HIDDEN_SIZE = 8192  # a row, and two of the router, are held in the register
 MOST_TILED, MAX_TILED_SIZE = 256, 4096  # tokens, and numbers of a row, of which 8 rows and 16 of the router are
 _FEW_ROWS, _TILE_ROWS, _TILE_TOKENS = 2, 16, 8  # experts of a program, and tokens
 _MANY_TOKENS, _MANY_TILE_ROWS = 129, 32
-"""Of so many tokens a program has more experts, so that all programs run at once. A layer of Qwen3-30B-A3B's experts in a chain on an H200:
-160, 192 and 256 tokens 312.1, 314.0 and 320.9 us for 316.6, 319.9 and 325.0; 128 tokens 293.1 for 293.0."""
+"""From so many tokens on a program has more experts, and each token's norm is computed half as often. A layer of Qwen3-30B-A3B's experts
+in a chain on an H200: 160, 192 and 256 tokens 312.1, 314.0 and 320.9 us for 316.6, 319.9 and 325.0; 128 tokens 293.1 for 293.0."""
 
 _normed_few_logits = Launcher(choose.normed_few_logits_kernel)
 _normed_logits = Launcher(choose.normed_logits_kernel)
