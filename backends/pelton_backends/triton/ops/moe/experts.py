@@ -17,6 +17,7 @@ import triton
 
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.gemv import DTYPES, inner_contiguous
+from pelton_backends.triton.ops.linear.large_batch import kept_policy
 from pelton_backends.triton.ops.moe import choose, hopper, kernels, packed, streamed
 from pelton_backends.triton.ops.moe.split import split
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, is_hopper
@@ -43,9 +44,7 @@ _APART = 32
 
 As measured on an H200, choice and places of 16,384 tokens, 8 of 128 experts: 17.4 us, and 33.2 without."""
 _DECODED_ROWS = 4  # of a program, where so many divide a matrix's
-_STREAMED_PAIRS = 2  # of an expert on average, from which on its weights stream: fewer were not measured
-_STREAMED_PLAIN_PAIRS, _STREAMED_PLAIN_ROWS = 5, 16  # the same of two-byte weights, and the largest tile
-_WIDE_SUMS = 256  # tokens up to which pairs' sums are float32 between the kernels
+_STREAMED_PAIRS, _STREAMED_PLAIN_PAIRS = 0.5, 3  # of an expert on average, from which on its weights stream: of one byte, of two
 
 _few_logits = Launcher(choose.few_logits_kernel)
 _route = Launcher(choose.route_kernel)
@@ -305,9 +304,7 @@ class BoundMoe:
         num_tokens, num_pairs = x.shape[0], experts.numel()
         block_rows = self._tile_rows(num_tokens)
         inner = torch.empty((num_pairs, self._size), dtype=x.dtype, device=x.device)
-        # Few sums stay as they are computed; of many, two bytes each are enough to write and to read.
-        dtype = torch.float32 if num_tokens <= _WIDE_SUMS else x.dtype
-        pairs = torch.empty((num_pairs, self._hidden), dtype=dtype, device=x.device)
+        pairs = torch.empty((num_pairs, self._hidden), dtype=x.dtype, device=x.device)
         tilings = self._streams(num_pairs, block_rows) if self._is_streamed and _is_copied_fast(x) else None
         if tilings is None:
             self._multiply(x, shares, order, inner, pairs, block_rows)
@@ -323,10 +320,10 @@ class BoundMoe:
     def _streams(self, num_pairs: int, block_rows: int) -> tuple[streamed.Tiling, streamed.Tiling] | None:
         """Both products' work by programs that stream; of fewer pairs many experts' weights are not read at all.
 
-        As measured on an H200, Qwen3-30B-A3B's experts in bfloat16, us, streamed and not: 128 tokens 291.1 and 300.1, 64 288.2 and 289.8,
-        32 254.9 and 250.4, 256 316.6 and 318.3."""
+        As measured on an H200, Qwen3-30B-A3B's experts, us, streamed and not: in bfloat16 32 tokens 257.2 and 254.2, 40 265.4 and 265.5,
+        64 282.2 and 283.2, 128 286.9 and 290.8, 256 297.8 and 303.9; in e4m3 9 tokens 89.0 and 93.8, 24 132.1 and 144.2."""
         least = _STREAMED_PLAIN_PAIRS if self._is_plain else _STREAMED_PAIRS
-        if num_pairs < least * self._num_experts or (self._is_plain and block_rows > _STREAMED_PLAIN_ROWS):
+        if num_pairs < least * self._num_experts:
             return None
         itemsize = self._weights["gate_up"].element_size()
         return streamed.choose_tilings(self._num_held, self._hidden, self._size, block_rows, itemsize)
@@ -345,9 +342,10 @@ class BoundMoe:
         is_plain = self._is_plain or is_decoded
         tile = self._tile(block_rows, x.element_size()) if is_plain else self._packed_tile(block_rows, x)
         packing = {} if is_plain else self._packed
+        common = {"KEPT": kept_policy(num_tokens), **self._common}
         gate = {
             **sizes, "K": top_k, "BM": block_rows, "BN": tile.gate_columns, "BK": tile.inner,
-            **packing, **self._activation, **self._common,
+            **packing, **self._activation, **common,
         }  # fmt: skip
         (_gate_up if is_plain else _packed_gate_up)(
             self._key(x, *gate.values()), (triton.cdiv(size, tile.gate_columns), num_tiles),
@@ -356,10 +354,10 @@ class BoundMoe:
         )  # fmt: skip
         down = {
             **sizes, "BM": block_rows, "BN": tile.down_columns, "BK": tile.inner, **packing,
-            **self._common,
+            **common,
         }  # fmt: skip
         (_down if is_plain else _packed_down)(
-            self._key(x, pairs.dtype, *down.values()), (triton.cdiv(hidden, tile.down_columns), num_tiles),
+            self._key(x, *down.values()), (triton.cdiv(hidden, tile.down_columns), num_tiles),
             (inner, *self._read_matrix("down", x, is_decoded=is_decoded), shares, pairs, *pairs_of),
             down, num_warps=tile.warps, num_stages=tile.stages, **self._options,
         )  # fmt: skip
@@ -376,7 +374,7 @@ class BoundMoe:
             "STRIDE": 1 if places is None else _APART, "IS_WHOLE": self._is_whole, "PDL": self._pdl,
         }  # fmt: skip
         _combine(
-            self._key(x, pairs.dtype, places is None, *constants.values()), (num_tokens, triton.cdiv(hidden, block)),
+            self._key(x, places is None, *constants.values()), (num_tokens, triton.cdiv(hidden, block)),
             (pairs, experts, shares, places, counts, out),
             constants, num_warps=4, **self._options,
         )  # fmt: skip

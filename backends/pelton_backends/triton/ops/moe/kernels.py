@@ -52,9 +52,9 @@ def gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, share_ptr, inner_ptr, order_ptr, count_ptr, capacity, x_stride,
     E: tl.constexpr, EB: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SCALES_INPUT: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of pairs and BN columns of gate and of up a program: their activation, by pair."""
+    """One tile of pairs and BN columns of gate and of up a program: their activation, by pair. KEPT: its eviction policy."""
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
     let_next_start(PDL)
     wait_for_inputs(PDL)
@@ -84,7 +84,7 @@ def gate_up_kernel(
         up += tl.load(biases + SIZE, mask=is_column, other=0.0).to(tl.float32)[None, :]
     result = gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
     target = inner_ptr + pairs.to(tl.int64)[:, None] * SIZE + columns[None, :]
-    tl.store(target, result, mask=is_row[:, None] & is_column[None, :])
+    tl.store(target, result, mask=is_row[:, None] & is_column[None, :], eviction_policy=KEPT)
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -92,7 +92,7 @@ def down_kernel(
     inner_ptr, weight_ptr, bias_ptr, share_ptr, out_ptr, order_ptr, count_ptr, capacity,
     E: tl.constexpr, EB: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SCALES_INPUT: tl.constexpr,
-    PDL: tl.constexpr,
+    KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of pairs and BN columns a program: weighted outputs, by pair."""
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
@@ -115,7 +115,8 @@ def down_kernel(
     if not SCALES_INPUT:
         result *= tl.load(share_ptr + pairs, mask=is_row, other=0.0)[:, None]
     target = out_ptr + pairs.to(tl.int64)[:, None] * H + columns[None, :]
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    result = result.to(out_ptr.dtype.element_ty)
+    tl.store(target, result, mask=is_row[:, None] & is_column[None, :], eviction_policy=KEPT)
 
 
 @triton.jit

@@ -312,7 +312,7 @@ def packed_gate_up_kernel(
     E: tl.constexpr, EB: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, G: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SCALES_INPUT: tl.constexpr,
-    PDL: tl.constexpr,
+    KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `gate_up_kernel`."""
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
@@ -338,14 +338,14 @@ def packed_gate_up_kernel(
         up += tl.load(bias_ptr + row + SIZE + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     result = gated(gate, up, LIMIT, ACTIVATION, inner_ptr.dtype.element_ty)
     target = inner_ptr + pairs.to(tl.int64)[:, None] * SIZE + columns[None, :]
-    tl.store(target, result, mask=is_row[:, None] & is_column[None, :])
+    tl.store(target, result, mask=is_row[:, None] & is_column[None, :], eviction_policy=KEPT)
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def packed_down_kernel(
     inner_ptr, weight_ptr, scale_ptr, bias_ptr, share_ptr, out_ptr, order_ptr, count_ptr, capacity,
     E: tl.constexpr, EB: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FORMAT: tl.constexpr, G: tl.constexpr, SCALES_INPUT: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, G: tl.constexpr, SCALES_INPUT: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `down_kernel`."""
     tile, columns = tl.program_id(1), tl.program_id(0) * BN + tl.arange(0, BN)
@@ -366,7 +366,8 @@ def packed_down_kernel(
     if not SCALES_INPUT:
         result *= share[:, None]
     target = out_ptr + pairs.to(tl.int64)[:, None] * H + columns[None, :]
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    result = result.to(out_ptr.dtype.element_ty)
+    tl.store(target, result, mask=is_row[:, None] & is_column[None, :], eviction_policy=KEPT)
 
 
 @triton.jit
