@@ -284,7 +284,7 @@ def _store_output(output, stride_output, num_members, total, sums, GROUP: gl.con
     dim = gl.expand_dims(gl.arange(0, _D, gl.SliceLayout(0, sums.type.layout)), 0)
     at = (member // GROUP).to(gl.int64) * stride_output + member % GROUP * _D + dim
     result = (sums / gl.expand_dims(total, 1)).to(output.dtype.element_ty)
-    gl.store(output + at, result, mask=(member < num_members) & (dim >= 0))
+    gl.store(output + at, result, mask=(member < num_members) & (dim >= 0), eviction_policy="evict_last")
 
 
 @gluon.jit

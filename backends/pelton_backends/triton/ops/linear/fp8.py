@@ -63,24 +63,24 @@ MULTIPLE = 16  # of rows and columns of a matrix: what `torch._scaled_mm` takes
 
 @triton.jit
 def _store_rounded(
-    x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
+    x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, KEPT: tl.constexpr
 ):  # fmt: skip
-    """x [BLOCK] as row `row` of out, and its scale."""
+    """Store x [BLOCK] as row `row` of out, and its scale. KEPT: their eviction policy."""
     x = x.to(tl.float32)
     columns = tl.arange(0, BLOCK)
     if input_scale_ptr is None:
         scale = e4m3_scale(tl.max(tl.abs(x)), BOUND)
     else:
         scale = tl.load(input_scale_ptr)
-    tl.store(scales_ptr + row, scale)
+    tl.store(scales_ptr + row, scale, eviction_policy=KEPT)
     rounded = to_cache(x * tl.div_rn(1.0, scale), tl.float8e4nv)
-    tl.store(out_ptr + row * SIZE + columns, rounded, mask=columns < SIZE)
+    tl.store(out_ptr + row * SIZE + columns, rounded, mask=columns < SIZE, eviction_policy=KEPT)
 
 
 @triton.jit
 def _round_kernel(
     x_ptr, out_ptr, scales_ptr, input_scale_ptr, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """One row a program."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
@@ -88,7 +88,7 @@ def _round_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * stride + columns, mask=columns < SIZE, other=0.0)
-    _store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND)
+    _store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND, KEPT)
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def _add_norm_round_kernel(
         hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride,
         eps, post_eps, SIZE, BLOCK, UNIT_OFFSET, POST_UNIT_OFFSET, PDL, KEPT,
     )  # fmt: skip
-    _store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND)
+    _store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND, KEPT)
 
 
 _launch_round = Launcher(_round_kernel)
@@ -125,12 +125,12 @@ def rounded(x: Tensor, input_scale: Tensor | None = None, bound: float | None = 
     out = empty_rows(num_rows, size, x, torch.float8_e4m3fn)
     scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     if num_rows:
-        block, pdl = triton.next_power_of_2(size), has_pdl(x.device)
+        block, pdl, kept = triton.next_power_of_2(size), has_pdl(x.device), kept_policy(num_rows)
         _launch_round(
-            (x.dtype, x.device, size, bound, input_scale is None, x.stride(0) % 16, alignment(x, input_scale)),
+            (kept, x.dtype, x.device, size, bound, input_scale is None, x.stride(0) % 16, alignment(x, input_scale)),
             (num_rows,),
             (x, out, scales, input_scale, x.stride(0)),
-            {"SIZE": size, "BLOCK": block, "BOUND": bound, "PDL": pdl},
+            {"SIZE": size, "BLOCK": block, "BOUND": bound, "PDL": pdl, "KEPT": kept},
             num_warps=min(max(block // 256, 1), 16), **launch_options(pdl),
         )  # fmt: skip
     return out, scales

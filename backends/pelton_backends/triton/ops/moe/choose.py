@@ -92,15 +92,15 @@ def normed_logits_kernel(
     if residual_ptr is not None:
         x += tl.load(residual_ptr + place * residual_stride + lane[None, :], mask=is_read, other=0.0).to(tl.float32)
         x = x.to(dtype).to(tl.float32)
-        tl.store(sum_ptr + place * H + lane[None, :], x.to(dtype), mask=is_stored)
+        tl.store(sum_ptr + place * H + lane[None, :], x.to(dtype), mask=is_stored, eviction_policy="evict_last")
     inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / H + EPS)
     result = normed(x, inverse_rms[:, None], norm[None, :], UNIT_OFFSET, dtype)
-    tl.store(x_ptr + place * H + lane[None, :], result, mask=is_stored)
+    tl.store(x_ptr + place * H + lane[None, :], result, mask=is_stored, eviction_policy="evict_last")
     left = tl.permute(tl.reshape(router, (R, W, HB // W)), (1, 0, 2))
     right = tl.permute(tl.reshape(result, (T, W, HB // W)), (1, 2, 0))
     logits = tl.sum(dot(left, right, tl.zeros((W, R, T), tl.float32)), axis=0)
     target = logits_ptr + tokens[None, :] * E + rows[:, None]
-    tl.store(target, logits, mask=(rows < E)[:, None] & is_token[None, :])
+    tl.store(target, logits, mask=(rows < E)[:, None] & is_token[None, :], eviction_policy="evict_last")
 
 
 @triton.jit

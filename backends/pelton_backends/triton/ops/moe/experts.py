@@ -44,7 +44,10 @@ _APART = 32
 
 As measured on an H200, choice and places of 16,384 tokens, 8 of 128 experts: 17.4 us, and 33.2 without."""
 _DECODED_ROWS = 4  # of a program, where so many divide a matrix's
-_STREAMED_PAIRS, _STREAMED_PLAIN_PAIRS = 0.5, 3  # of an expert on average, from which on its weights stream: of one byte, of two
+_STREAMED_PAIRS, _STREAMED_PLAIN_PAIRS = (
+    0.5,
+    3,
+)  # of an expert on average, from which on its weights stream: of one byte, of two
 
 _few_logits = Launcher(choose.few_logits_kernel)
 _route = Launcher(choose.route_kernel)
@@ -371,7 +374,7 @@ class BoundMoe:
         block = min(triton.next_power_of_2(hidden), 1024)
         constants = {
             "H": hidden, "E": self._num_held, "EB": triton.next_power_of_2(self._num_held), "K": self._top_k, "BLOCK": block,
-            "STRIDE": 1 if places is None else _APART, "IS_WHOLE": self._is_whole, "PDL": self._pdl,
+            "STRIDE": 1 if places is None else _APART, "IS_WHOLE": self._is_whole, "KEPT": kept_policy(num_tokens), "PDL": self._pdl,
         }  # fmt: skip
         _combine(
             self._key(x, places is None, *constants.values()), (num_tokens, triton.cdiv(hidden, block)),

@@ -123,7 +123,7 @@ def down_kernel(
 def combine_kernel(
     pair_ptr, expert_ptr, share_ptr, place_ptr, count_ptr, out_ptr,
     H: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
-    IS_WHOLE: tl.constexpr, PDL: tl.constexpr,
+    IS_WHOLE: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding. place: where each
     pair's row is, and share its weight; without them pairs lie by their number, weighted already. IS_WHOLE: this rank has all
@@ -148,7 +148,7 @@ def combine_kernel(
             place = tl.load(place_ptr + pair, mask=is_token, other=0).to(tl.int64)
             share = tl.load(share_ptr + pair)
             result += share * tl.load(pair_ptr + place * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * H + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * H + columns, result.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy=KEPT)
     if count_ptr is not None:
         bins = tl.arange(0, EB)
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
