@@ -82,6 +82,7 @@ READ: dict[str, tuple[int, ...]] = {
     "QKV of prompts with adapters": (),  # gate and up have more to do
     "experts on Hopper": (2, 3, 8, 10),  # of two bytes, and in e4m3
     "experts that stream": (5, 10),  # the first product with 32 pairs in e4m3, the second one of bfloat16
+    "experts in mxfp4 on Hopper": (2, 7, 13),  # the first product with 16 and 32 pairs, the second one with 64
     "experts in int4_grouped": (2, 3, 5, 6, 8),
     "experts in int8_grouped": (3, 5, 8),
     "experts in int4_minima": (2, 6),
@@ -109,7 +110,12 @@ def made(tmp_path_factory: pytest.TempPathFactory, script_forks: None) -> list[d
     words = ["bfloat16", "bfloat16", *map(words_of, (*CHAIN, *OTHERS))]
     for dtypes, names in OTHER_DTYPES.items():
         words += ["--", "--no-code", *dtypes, *names]
-    words += ["--", "bfloat16", "bfloat16", *map(words_of, ("experts on Hopper", "experts that stream"))]
+    words += [
+        "--",
+        "bfloat16",
+        "bfloat16",
+        *map(words_of, ("experts on Hopper", "experts that stream", "experts in mxfp4 on Hopper")),
+    ]
     words += ["--", "--no-code", "bfloat16", "bfloat16", *EVERY, "launched"]
     return once(tmp_path_factory, "sm90", lambda: run_program("pelton_sm90.py", *words))
 
@@ -476,3 +482,16 @@ def test_weights_of_experts_are_on_their_way_before_the_choice(bfloat16: Kernels
             assert copies[copies.index("ACQBULK") :].index("PREEXIT") < 8, "nobody starts before the choice is there"
         else:
             assert "LDG" in before and LOADS & set(copies[: copies.index("LDG")]) == {"UTMALDG"}
+
+
+def test_codes_of_experts_become_numbers_where_they_are_multiplied(bfloat16: Kernels) -> None:
+    """Nothing is exchanged through shared memory, and weights are on their way before the choice of experts is waited for."""
+    found = with_code(bfloat16("experts in mxfp4 on Hopper"))
+    assert [kernel["kernel"] for kernel in found] == ["mxfp4_kernel"] * 3
+    for kernel in found:
+        code = kernel["instructions"]
+        loop = code[code.index("LDSM") : len(code) - code[::-1].index("HGMMA")]
+        assert kernel["stack"] == 0 and not {"STS", "LDS", "LDL", "STL"} & set(loop)
+        assert {"HMUL2", "HGMMA"} <= set(loop)
+        before = code[: len(code) - code[::-1].index("ACQBULK")]
+        assert "LDGSTS" in before and not WRITES & set(before)

@@ -13,7 +13,7 @@ from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, Moe, MoeNeeds, Mo
 from pelton.ops.selector import reasons_against
 from pelton_backends.reference.composed_moe import ComposedAddNormMoe
 from pelton_backends.reference.moe import ReferenceMoe
-from pelton_backends.triton.ops.moe import hopper, streamed
+from pelton_backends.triton.ops.moe import hopper, hopper_mxfp4, streamed
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
 from pelton_backends.triton.ops.moe.split import SplitRows
@@ -431,6 +431,150 @@ def test_streamed_experts_stay_near(num_tokens: int, weight_format: str, device:
     for _ in range(2):
         want = ReferenceMoe.bind(needs, tensors)(x.clone(), slots).float()
         got = TritonMoe.bind(needs, tensors)(x, slots).float()
+        assert not got[slots < 0].any()
+        off = ((got - want).norm(dim=1) / want.norm(dim=1))[slots >= 0]
+        assert (off < 0.015).float().mean() > 0.95
+        tensors.router.zero_()
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+ORDER = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]  # of 16 numbers, as a thread's words have their codes
+
+
+def test_rows_are_reordered_for_words_of_codes(device: torch.device) -> None:
+    x = torch.arange(3 * 160, device=device).view(3, 160)[:, :96].to(torch.bfloat16)
+    want = x.view(3, 6, 16)[:, :, ORDER].reshape(3, 96)
+    assert torch.equal(hopper_mxfp4.reordered(x), want)
+
+
+def permuted(word: int, other: int, selector: int) -> int:
+    parts = word.to_bytes(4, "little") + other.to_bytes(4, "little")
+    return int.from_bytes(bytes(parts[selector >> 4 * i & 7] for i in range(4)), "little")
+
+
+def combined(a: int, b: int, c: int, table: int) -> int:
+    assert table == 0xE2
+    return a & b | c & ~b
+
+
+INSTRUCTIONS = {
+    "prmt.b32": permuted,
+    "lop3.b32": combined,
+    "shl.b32": int.__lshift__,
+    "shr.b32": int.__rshift__,
+    "and.b32": int.__and__,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "cvt.u32.u16": int,
+    "mul.bf16x2": lambda a, b: a,  # the factor is looked at by itself
+}
+
+
+def run_assembly(text: str, registers: dict[str, int]) -> dict[str, int]:
+    """Registers after instructions of PTX."""
+    found = dict(registers)
+    for instruction in text.strip("{ }").split(";"):
+        name, _, rest = instruction.strip().partition(" ")
+        places = [part.strip(" {}") for part in rest.split(",")]
+        if name in ("", ".reg"):
+            continue
+        if name == "mov.b32":  # a register to two halves
+            found[places[0]], found[places[1]] = found[places[2]] & 0xFFFF, found[places[2]] >> 16
+        else:
+            values = [found[place] if place in found else int(place, 0) for place in places[1:]]
+            found[places[0]] = INSTRUCTIONS[name](*values) & 0xFFFFFFFF
+    return found
+
+
+def test_instructions_make_numbers_of_codes() -> None:
+    """Every code at every place of a word, among others of any kind; and scales, two a number."""
+    words = torch.randint(0, 2**32, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    words += [code * 0x11111111 for code in range(16)]
+    for word in words:
+        codes = [word >> 4 * i & 15 for i in range(8)]
+        found = run_assembly(hopper_mxfp4._DECODE, {"$8": word, "$9": 0})
+        want = [(-1 if code & 8 else 1) * E2M1[code & 7] for code in (*codes[::2], *codes[1::2])]
+        assert [as_bfloat16(found[f"${i}"]) * 2.0**126 for i in range(8)] == want
+    for scales in ((0, 127), (64, 190), (113, 121)):
+        found = run_assembly(hopper_mxfp4._FACTORS_ASM.value, {"$2": scales[0] | scales[1] << 8})
+        for name, scale in zip(("$0", "$1"), scales, strict=True):
+            halves = found[name] & 0xFFFF, found[name] >> 16
+            assert [as_bfloat16(half) for half in halves] == [2.0 ** (scale - 127 + 126 - 63)] * 2
+
+
+def as_bfloat16(bits: int) -> float:
+    return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double().item()
+
+
+@pytest.mark.parametrize("num_tokens, is_taken", [(40, True), (3, False)])
+def test_products_of_some_tokens_in_mxfp4_on_hopper(
+    num_tokens: int, is_taken: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch in place of the product, which is for Hopper alone: what it is given, and in which order its rows are."""
+    calls: list[tuple[int, str | None, float | None]] = []
+    places = torch.tensor(ORDER, device=device)
+
+    def in_order(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(1, (-1, 16))[:, :, order].flatten(1)
+
+    def multiply(
+        x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, share: torch.Tensor, out: torch.Tensor,
+        order: torch.Tensor, counts: torch.Tensor, top_k: int, most_pairs: int, activation: str | None = None, limit: float | None = None,
+    ) -> None:  # fmt: skip
+        calls.append((most_pairs, activation, limit))
+        out.fill_(torch.nan)
+        x = in_order(x, places.argsort()).float()
+        for expert, count in enumerate(counts.tolist()):
+            pairs = order[expert, :count].long()
+            matrix = decode_mxfp4(weight[expert], scale[expert])
+            rows = x[pairs // top_k] @ matrix.T + bias[expert].float()
+            if activation is None:
+                out[pairs] = (rows * share.flatten()[pairs][:, None]).to(out.dtype)
+            else:
+                gate, up = rows.chunk(2, dim=-1)
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                out[pairs] = in_order((gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(out.dtype), places)
+
+    monkeypatch.setattr(hopper_mxfp4, "experts_product", multiply)
+    form = {"weight_format": "mxfp4", "activation": "swiglu_oai", "limit": 0.5, "has_bias": True}
+    routing = RoutingSpec(num_experts=12, top_k=3)
+    needs, tensors, x, slots = moe_case(device, routing, num_tokens, torch.bfloat16, sizes=(192, 128), **form)
+
+    class Decoded(TritonMoe):
+        @staticmethod
+        def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
+            op = TritonMoe.bind(needs, tensors)
+            op._is_mxfp4 = True  # type: ignore[attr-defined]
+            return op
+
+    check_moe(Decoded, needs, tensors, x, slots, tolerance=2e-2)
+    assert calls == ([(32, "swiglu_oai", 0.5), (32, None, None)] if is_taken else [])
+
+
+def decode_mxfp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """weight [rows, K / 2], byte b of a block of 32 numbers b and 16 + b; scale [rows, K / 32] -> [rows, K] float32."""
+    blocks = weight.unflatten(1, (-1, 16)).long()
+    table = torch.tensor([*E2M1, *(-number for number in E2M1)], device=weight.device)
+    numbers = torch.cat([table[blocks & 15], table[blocks >> 4]], dim=2)
+    return (numbers * torch.exp2(scale.float() - 127)[:, :, None]).flatten(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [9, 40, 128, 250, 500])
+@pytest.mark.parametrize("sizes", [(2880, 2880), (192, 128), (704, 1088)], ids=str)
+@pytest.mark.parametrize("form", [{"activation": "swiglu_oai", "limit": 7.0, "has_bias": True}, {}], ids=str)
+def test_experts_in_mxfp4_stay_near(
+    form: dict[str, Any], sizes: tuple[int, int], num_tokens: int, device: torch.device
+) -> None:
+    """As `test_streamed_experts_stay_near`; sizes that are no whole steps, and tiles of rows that an expert's last one does not fill."""
+    routing = RoutingSpec(num_experts=16, top_k=4)
+    needs, tensors, x, slots = moe_case(
+        device, routing, num_tokens, torch.bfloat16, sizes=sizes, weight_format="mxfp4", **form
+    )
+    for _ in range(2):
+        op = TritonMoe.bind(needs, tensors)
+        assert op._is_mxfp4  # type: ignore[attr-defined]
+        want = ReferenceMoe.bind(needs, tensors)(x.clone(), slots).float()
+        got = op(x, slots).float()
         assert not got[slots < 0].any()
         off = ((got - want).norm(dim=1) / want.norm(dim=1))[slots >= 0]
         assert (off < 0.015).float().mean() > 0.95

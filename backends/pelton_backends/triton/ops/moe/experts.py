@@ -18,7 +18,7 @@ import triton
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.gemv import DTYPES, inner_contiguous
 from pelton_backends.triton.ops.linear.large_batch import kept_policy
-from pelton_backends.triton.ops.moe import choose, hopper, kernels, packed, streamed
+from pelton_backends.triton.ops.moe import choose, hopper, hopper_mxfp4, kernels, packed, streamed
 from pelton_backends.triton.ops.moe.split import split
 from pelton_backends.triton.ops.pieces import ACTIVATIONS, is_hopper
 from pelton_backends.triton.runtime import has_pdl, launch_options
@@ -179,6 +179,12 @@ class BoundMoe:
             and not experts.has_bias and experts.activation in ACTIVATIONS and experts.weight_format in ("plain", "e4m3")
             and experts.group_size is None and alignment(*tensors.experts.values()) == 0
         )  # fmt: skip
+        self._is_mxfp4 = (
+            is_hopper(device) and needs.dtype == "bfloat16" and not routing.scales_input and experts.weight_format == "mxfp4"
+            and experts.activation in (*ACTIVATIONS, "swiglu_oai")
+            and hopper_mxfp4.can_multiply(experts.hidden_size, experts.intermediate_size)
+            and alignment(*tensors.experts.values()) == 0
+        )  # fmt: skip
 
     def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         num_tokens = x.shape[0]
@@ -308,16 +314,21 @@ class BoundMoe:
         block_rows = self._tile_rows(num_tokens)
         inner = torch.empty((num_pairs, self._size), dtype=x.dtype, device=x.device)
         pairs = torch.empty((num_pairs, self._hidden), dtype=x.dtype, device=x.device)
-        tilings = self._streams(num_pairs, block_rows) if self._is_streamed and _is_copied_fast(x) else None
-        if tilings is None:
-            self._multiply(x, shares, order, inner, pairs, block_rows)
-        else:
-            activation = str(self._activation["ACTIVATION"])
-            weights, chosen = self._weights, (order, self._counts)
+        is_copied_fast = _is_copied_fast(x)
+        tilings = self._streams(num_pairs, block_rows) if self._is_streamed and is_copied_fast else None
+        activation, weights, chosen = str(self._activation["ACTIVATION"]), self._weights, (order, self._counts)
+        if tilings is not None:
             first = weights["gate_up"], weights.get("gate_up_scale"), shares
             second = weights["down"], weights.get("down_scale"), shares
             streamed.experts_product(x, *first, inner, *chosen, self._top_k, tilings[0], activation)
             streamed.experts_product(inner, *second, pairs, *chosen, 1, tilings[1])
+        elif self._is_mxfp4 and is_copied_fast and num_tokens <= BANDS[-1]:
+            rows, gated = hopper_mxfp4.reordered(x), (activation, self._activation["LIMIT"])
+            multiply = hopper_mxfp4.experts_product
+            multiply(rows, *self._matrix("gate_up"), shares, inner, *chosen, self._top_k, block_rows, *gated)
+            multiply(inner, *self._matrix("down"), shares, pairs, *chosen, 1, block_rows)
+        else:
+            self._multiply(x, shares, order, inner, pairs, block_rows)
         return self._combined(x, pairs, experts, counts=self._counts)
 
     def _streams(self, num_pairs: int, block_rows: int) -> tuple[streamed.Tiling, streamed.Tiling] | None:
