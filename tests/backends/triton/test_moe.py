@@ -546,6 +546,11 @@ def test_products_of_some_tokens_in_mxfp4_on_hopper(
             op._is_mxfp4 = True  # type: ignore[attr-defined]
             return op
 
+    assert [hopper_mxfp4.can_multiply(*sizes) for sizes in ((2880, 320), (2880, 256), (2880, 288))] == [
+        True,
+        False,
+        False,
+    ]
     check_moe(Decoded, needs, tensors, x, slots, tolerance=2e-2)
     assert calls == ([(32, "swiglu_oai", 0.5), (32, None, None)] if is_taken else [])
 
@@ -560,7 +565,7 @@ def decode_mxfp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [9, 40, 128, 250, 500])
-@pytest.mark.parametrize("sizes", [(2880, 2880), (192, 128), (704, 1088)], ids=str)
+@pytest.mark.parametrize("sizes", [(2880, 2880), (320, 576), (704, 1088)], ids=str)
 @pytest.mark.parametrize("form", [{"activation": "swiglu_oai", "limit": 7.0, "has_bias": True}, {}], ids=str)
 def test_experts_in_mxfp4_stay_near(
     form: dict[str, Any], sizes: tuple[int, int], num_tokens: int, device: torch.device

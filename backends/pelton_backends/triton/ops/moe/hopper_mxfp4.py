@@ -396,8 +396,8 @@ _TILINGS = {16: Tiling(128, 16, 4, 2, 168), 32: Tiling(128, 32, 4, 2, 168), MOST
 
 
 def can_multiply(hidden_size: int, size: int) -> bool:
-    """Two scales of a row are read at once, and rows begin at multiples of 16 bytes."""
-    return hidden_size % 64 == size % 64 == 0
+    """Two scales of a row are read at once, and the compiler refuses loops over one step."""
+    return hidden_size % 64 == size % 64 == 0 and min(hidden_size, size) > STEP
 
 
 def experts_product(
