@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
@@ -71,12 +70,8 @@ class LLM:
     ) -> None:
         if model is not None:
             settings["model"] = model
-        self.llm_engine = LLMEngine(
-            EngineConfig.from_flat(**settings),
-            engine_process=engine_process,
-            plugins=plugins,
-            explicit=explicit_names(settings),
-        )
+        config, explicit = EngineConfig.from_flat(**settings), explicit_names(settings)
+        self.llm_engine = LLMEngine(config, engine_process=engine_process, plugins=plugins, explicit=explicit)
         self._ids = itertools.count()
         logger.info("ready\n%s", start_table(self.llm_engine.info, self.llm_engine.model))
 
@@ -132,18 +127,13 @@ class LLM:
         wanted = "a list of messages, or a list of such lists"
         for conversation in as_several("messages", messages, part=Mapping, wanted=wanted, param="messages"):
             text = front_end.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
+                conversation, chat_template=chat_template, tools=tools, chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            )  # fmt: skip
             assert isinstance(text, str) and front_end.tokenizer is not None
             # The template wrote the special tokens itself.
-            prompts.append(
-                {"prompt": text, "prompt_token_ids": front_end.tokenizer.encode(text, add_special_tokens=False)}
-            )
+            ids = front_end.tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, lora_request=lora_request)
 
     def beam_search(
@@ -205,12 +195,12 @@ class LLM:
         params = _one_each("pooling_params", pooling_params, len(many), (PoolingParams, type(None)))
         if pooling_task is not None and any(one is not None and one.task != pooling_task for one in params):
             raise RequestError("pooling_task and pooling_params name different tasks.", param="pooling_task")
-        process = partial(
-            self.llm_engine.input_processor.process_pooling, truncate_prompt_tokens=truncate_prompt_tokens
-        )
+        process = self.llm_engine.input_processor.process_pooling
         rows = zip(self._tokenize(many), params, self._adapters(lora_request, len(many)), strict=True)
         done = [
-            self._blamed(index, len(many), process, prompt, one, adapter=adapter)
+            self._blamed(
+                index, len(many), process, prompt, one, adapter=adapter, truncate_prompt_tokens=truncate_prompt_tokens
+            )
             for index, (prompt, one, adapter) in enumerate(rows)
         ]
         return self._run(done, use_tqdm, "encode")
@@ -298,15 +288,13 @@ class LLM:
         adapters: Sequence[AdapterRef | None],
         shared: Mapping[str, Any],
     ) -> list[ProcessedRequest]:
-        process = self.llm_engine.input_processor.process
+        rows = enumerate(zip(prompts, params, priorities, adapters, strict=True))
         return [
             self._blamed(
-                index, len(prompts), process, prompt, one, priority=priority, adapter=adapter,
-                output_kind=RequestOutputKind.FINAL_ONLY, **shared,
+                index, len(prompts), self.llm_engine.input_processor.process, prompt, one, priority=priority,
+                adapter=adapter, output_kind=RequestOutputKind.FINAL_ONLY, **shared,
             )
-            for index, (prompt, one, priority, adapter) in enumerate(
-                zip(prompts, params, priorities, adapters, strict=True)
-            )
+            for index, (prompt, one, priority, adapter) in rows
         ]  # fmt: skip
 
     def _blamed(
