@@ -274,8 +274,7 @@ class LLM:
         at = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
         if tokenizer is None or len(at) < 2:
             return prompts
-        texts = [cast(str, prompts[index]) for index in at]
-        done = list(prompts)
+        done, texts = list(prompts), [cast(str, prompts[index]) for index in at]
         for index, text, ids in zip(at, texts, tokenizer.encode_batch(texts), strict=True):
             done[index] = {"prompt": text, "prompt_token_ids": ids}
         return done

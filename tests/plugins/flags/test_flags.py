@@ -378,7 +378,7 @@ def test_vllms_flags_set_the_setting_or_ask_for_nothing(argv, name, value):
         (["--disable-custom-all-reduce=true"], r"--disable-custom-all-reduce is True;"),
         (["--scheduler-cls"], "--scheduler-cls needs a value"),
         (["-cc.mode=1"], r"compilation\.mode is 1; .*no graph is compiled"),
-        (["-ac", '{"flash_attn_version": 2}'], r"attention\.flash_attn_version is 2; .*the first that is installed"),
+        (["-ac", '{"use_cudnn_prefill": 1}'], r"attention\.use_cudnn_prefill is 1; .*`pelton backends` lists"),
         (["--compilation-config.modes=1"], r"compilation has no setting 'modes'"),
         (["--enable-log-requests"], r"Unknown flag --enable-log-requests"),  # of a command without such a setting
         (["--swap-spaces", "4"], r"Unknown flag --swap-spaces"),
