@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Literal
 
@@ -213,6 +214,35 @@ def test_a_flag_wins_over_the_environment():
     parsed = parse("--log-level", "error", "--api-key", "mine", environ=environ)
     assert parsed.config.observability.log_level == "error"
     assert parsed.structs["ShopConfig"].api_key == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "variable, flags, ours",
+    [
+        ("VLLM_API_KEY", ["--api-key", "mine"], "PELTON_API_KEY"),
+        ("VLLM_LOGGING_LEVEL", ["--log-level", "debug"], "PELTON_LOG_LEVEL"),
+        ("VLLM_ATTENTION_BACKEND", ["--attention-backend", "sdpa"], None),
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", ["--enable-lora", "--allow-runtime-lora-updating"], None),
+        ("VLLM_LORA_RESOLVER_CACHE_DIR", ["--plugin-config.lora_resolvers.cache_dir", "/cache"], None),
+        ("VLLM_PLUGINS", None, "PELTON_PLUGINS"),
+    ],
+)
+def test_a_variable_of_vllms_says_what_is_read(capsys, variable, flags, ours):
+    parse("--model", "m", environ={variable: "debug"})
+    assert re.fullmatch(
+        rf"warning: Environment variable {variable} is vLLM's and not read; use .*\n", capsys.readouterr().err
+    )
+    parse(environ={variable: "0"})
+    if flags is not None:
+        parse(*flags, environ={variable: "debug"})
+    if ours is not None:
+        parse(environ={variable: "debug", ours: "debug"})
+    assert capsys.readouterr().err == ""
+
+
+def test_a_variable_of_vllms_is_nothing_to_a_command_without_its_setting(capsys):
+    parse_flags([], [], environ={"VLLM_API_KEY": "secret"})
+    assert capsys.readouterr().err == ""
 
 
 def test_a_bad_environment_variable_is_an_error():
