@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
+import msgspec
+
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
 from pelton.engine.input_processor import ProcessedRequest, Prompt
@@ -31,7 +33,7 @@ from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, sco
 from pelton.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from pelton.sdk.llm_engine import LLMEngine
 from pelton.sdk.progress import ProgressBar
-from pelton.sdk.prompts import as_prompts, as_several, as_texts
+from pelton.sdk.prompts import as_prompts, as_several, as_texts, tokenization
 
 if TYPE_CHECKING:
     from pelton.metrics.snapshot import Metric
@@ -51,6 +53,7 @@ class PoolingOptions(TypedDict, total=False):
     pooling_params: PoolingParams | Sequence[PoolingParams] | None
     truncate_prompt_tokens: int | None
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None
+    tokenization_kwargs: Mapping[str, Any] | None
 
 
 class LLM:
@@ -87,20 +90,25 @@ class LLM:
         cache_salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the order of the prompts.
 
         prompts: one or many of text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}. sampling_params: one for
         all, one each, or None for the model's defaults. use_tqdm: show progress. kv_transfer_params: for the KV connector, the
         same for all prompts. lora_request: the adapter of all prompts, or one each, None for the model alone.
+        tokenization_kwargs: of texts, such as {"add_special_tokens": False, "truncate_prompt_tokens": 512}.
         A bad prompt raises `RequestError` before anything is queued; a request that fails later has an `error` in its output.
         """
-        many = as_prompts(prompts)
+        many, (special, most) = as_prompts(prompts), tokenization(tokenization_kwargs, None)
         params = _one_each("sampling_params", sampling_params, len(many), (SamplingParams, type(None)))
+        if most is not None:
+            defaults = self.get_default_sampling_params()
+            params = [msgspec.structs.replace(one or defaults, truncate_prompt_tokens=most) for one in params]
         priorities = _one_each("priority", priority, len(many), (int,))
         adapters = self._adapters(lora_request, len(many))
         shared = {"cache_salt": cache_salt, "kv_transfer_params": kv_transfer_params}
-        return self._run(self._process(self._tokenize(many), params, priorities, adapters, shared), use_tqdm)
+        return self._run(self._process(self._tokenize(many, special), params, priorities, adapters, shared), use_tqdm)
 
     def chat(
         self,
@@ -180,11 +188,13 @@ class LLM:
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """Run prompts through a model that pools; `outputs` of each is a `PoolingOutput`.
 
         pooling_params: one for all, one each, or None for the task `pooling_task`, by default the model's first.
-        truncate_prompt_tokens: keep so many tokens of a longer prompt, -1 for as many as fit. lora_request: as `generate` has it.
+        truncate_prompt_tokens: keep so many tokens of a longer prompt, -1 for as many as fit. lora_request and
+        tokenization_kwargs: as `generate` has them.
         With an IO processor `encode({"data": ...})` gives one output, whose `outputs` is what the processor made.
         """
         if is_for_processor(prompts):
@@ -196,11 +206,10 @@ class LLM:
         if pooling_task is not None and any(one is not None and one.task != pooling_task for one in params):
             raise RequestError("pooling_task and pooling_params name different tasks.", param="pooling_task")
         process = self.llm_engine.input_processor.process_pooling
-        rows = zip(self._tokenize(many), params, self._adapters(lora_request, len(many)), strict=True)
+        special, most = tokenization(tokenization_kwargs, truncate_prompt_tokens)
+        rows = zip(self._tokenize(many, special), params, self._adapters(lora_request, len(many)), strict=True)
         done = [
-            self._blamed(
-                index, len(many), process, prompt, one, adapter=adapter, truncate_prompt_tokens=truncate_prompt_tokens
-            )
+            self._blamed(index, len(many), process, prompt, one, adapter=adapter, truncate_prompt_tokens=most)
             for index, (prompt, one, adapter) in enumerate(rows)
         ]
         return self._run(done, use_tqdm, "encode")
@@ -268,14 +277,14 @@ class LLM:
         ids = [token_id for output in outputs for token_id in output.prompt_token_ids]
         return PoolingRequestOutput(request_id, made, ids, True, error=error)
 
-    def _tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
+    def _tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[Prompt]:
         """Many texts at once are tokenized on all cores."""
         tokenizer = self.llm_engine.tokenizer
         at = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        if tokenizer is None or len(at) < 2:
+        if tokenizer is None or (len(at) < 2 and add_special_tokens):
             return prompts
         done, texts = list(prompts), [cast(str, prompts[index]) for index in at]
-        for index, text, ids in zip(at, texts, tokenizer.encode_batch(texts), strict=True):
+        for index, text, ids in zip(at, texts, tokenizer.encode_batch(texts, add_special_tokens), strict=True):
             done[index] = {"prompt": text, "prompt_token_ids": ids}
         return done
 
