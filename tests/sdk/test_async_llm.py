@@ -350,18 +350,22 @@ async def test_a_call_starts_the_engine(make: Make) -> None:
     assert await llm.reset_prefix_cache()
 
 
-async def test_a_shutdown_before_the_engine_is_there_ends_it(make: Make) -> None:
+@pytest.mark.parametrize("end", ["shutdown", "leave"])
+async def test_an_engine_that_is_still_starting_is_ended_too(make: Make, end: str) -> None:
     slow = SlowStart()
     llm: AsyncLLM = await make(start=False, start_engine=slow)
-    waiting = asyncio.create_task(collect(llm.generate("abc", params())))
+    waiting = asyncio.create_task(collect(llm.generate("abc", params())) if end == "shutdown" else llm.__aenter__())
     assert await settles(lambda: slow.started)
     ended: list[float] = []
     slow.started[0].shutdown = lambda timeout_s=10.0: ended.append(timeout_s)  # type: ignore[method-assign]
-    llm.shutdown()
+    if end == "shutdown":
+        llm.shutdown()
+    else:
+        waiting.cancel()
     slow.release.set()
-    with pytest.raises(EngineDeadError, match="was shut down"):
+    with pytest.raises((EngineDeadError, asyncio.CancelledError)):
         await waiting
-    assert len(ended) == 1
+    assert await settles(lambda: len(ended) == 1)
 
 
 # The end.

@@ -143,7 +143,11 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self.stat_loggers.engine_started(self._info)
 
     async def __aenter__(self) -> AsyncLLM:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:  # nobody else ends what is still starting
+            self.shutdown()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
