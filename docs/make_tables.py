@@ -24,6 +24,7 @@ from pelton.config.field_docs import first_line
 from pelton.config.other_names import other_names
 from pelton.entries import POOL, BackendEntry
 from pelton.plugins import load_plugins
+from pelton_plugins.flags.other_variables import OTHER_VARIABLES
 from pelton_plugins.flags.table import SHORT_FLAGS, Flag, make_flags
 
 DOCS = Path(__file__).parent
@@ -128,7 +129,8 @@ def flags_page() -> str:
         _flag_table([flag for flag in flags.values() if flag.owner == "ServerConfig"]),
         "## Environment variables",
         table(("variable", "setting", "what"), [(f"`{v.name}`", f"`{v.setting}`", v.doc) for v in env.VARIABLES]),
-        "huggingface_hub's own, such as `HF_HUB_OFFLINE` and `HF_HOME`, are honoured by it.",
+        "huggingface_hub's own, such as `HF_HUB_OFFLINE` and `HF_HOME`, are honoured by it. vLLM's are not read; a command says "
+        f"so, and what to use, where one of these is set: {', '.join(f'`{one.name}`' for one in OTHER_VARIABLES)}.",
         "## vLLM's names",
         "Settings of vLLM's that are called otherwise here do the same, on the command line and as arguments of `LLM`.",
         table(

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -312,8 +313,59 @@ async def test_start_errors_are_raised_by_start(make: Make) -> None:
     with pytest.raises(ConfigError, match="no room"):
         await llm.start()
     assert llm.health_reason == "The engine is not started."
-    with pytest.raises(EngineDeadError, match="not started"):
+    with pytest.raises(ConfigError, match="no room"):  # a request starts it again
         await collect(llm.generate("abc", params()))
+
+
+class SlowStart:
+    """Starts engines in this process, each after `release`."""
+
+    def __init__(self) -> None:
+        self.started: list[InProcessClient] = []
+        self.release = threading.Event()
+
+    def __call__(self, *arguments: Any) -> InProcessClient:
+        self.started.append(InProcessClient(*arguments))
+        assert self.release.wait(90)
+        return self.started[-1]
+
+
+async def test_the_first_requests_start_one_engine(make: Make) -> None:
+    slow = SlowStart()
+    llm: AsyncLLM = await make(start=False, start_engine=slow)
+    waiting = [asyncio.create_task(collect(llm.generate("abc", params()))) for _ in range(3)]
+    waiting.append(asyncio.create_task(llm.start()))
+    gone = asyncio.create_task(collect(llm.generate("abc", params())))
+    assert await settles(lambda: slow.started)
+    gone.cancel()  # the others still get the engine
+    slow.release.set()
+    *outputs, _ = await asyncio.gather(*waiting)
+    assert [len(ids) for ids, _ in outputs] == [6, 6, 6]
+    assert len(slow.started) == 1
+    assert await llm.call("kv_cache_usage") == 0.0
+
+
+async def test_a_call_starts_the_engine(make: Make) -> None:
+    llm: AsyncLLM = await make(start=False, start_engine=InProcessClient)
+    assert await llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("end", ["shutdown", "leave"])
+async def test_an_engine_that_is_still_starting_is_ended_too(make: Make, end: str) -> None:
+    slow = SlowStart()
+    llm: AsyncLLM = await make(start=False, start_engine=slow)
+    waiting = asyncio.create_task(collect(llm.generate("abc", params())) if end == "shutdown" else llm.__aenter__())
+    assert await settles(lambda: slow.started)
+    ended: list[float] = []
+    slow.started[0].shutdown = lambda timeout_s=10.0: ended.append(timeout_s)  # type: ignore[method-assign]
+    if end == "shutdown":
+        llm.shutdown()
+    else:
+        waiting.cancel()
+    slow.release.set()
+    with pytest.raises((EngineDeadError, asyncio.CancelledError)):
+        await waiting
+    assert await settles(lambda: len(ended) == 1)
 
 
 # The end.

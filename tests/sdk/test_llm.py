@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from pelton.outputs import RequestOutput
 from pelton.sampling_params import RequestOutputKind
 from pelton.sdk.llm import as_prompts
 from pelton.sdk.progress import ProgressBar
+from pelton.testing.fake_engine import EOS_ID
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 Make = Callable[..., LLM]
@@ -84,6 +86,31 @@ def test_many_texts_are_tokenized_as_one_is(make: Make) -> None:
     together = llm.generate(texts, GREEDY, use_tqdm=False)
     assert [output.prompt for output in together] == texts
     assert ids(together) == [generate(llm, text)[0] for text in texts]
+
+
+@pytest.mark.parametrize("texts", ["ab cd", ["ab cd"], ["ab cd", "x"]])
+def test_tokenization_kwargs(make: Make, texts: str | list[str], model_folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    with_bos = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    with_bos.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS_ID)])
+    with_bos.save(str(tmp_path / "tokenizer.json"))
+    llm, many = make(tokenizer=str(tmp_path)), [texts] if isinstance(texts, str) else texts
+    bare = [llm.get_tokenizer().encode(text, add_special_tokens=False) for text in many]
+    assert bare != [llm.get_tokenizer().encode(text) for text in many]
+
+    def read(params: SamplingParams | None = GREEDY, **kwargs: Any) -> list[list[int]]:
+        outputs = llm.generate(texts, params, tokenization_kwargs=kwargs, use_tqdm=False)
+        return [output.prompt_token_ids for output in outputs]
+
+    assert read(add_special_tokens=False) == bare
+    assert read(add_special_tokens=False, truncate_prompt_tokens=2) == [ids[-2:] for ids in bare]
+    assert read(None, add_special_tokens=False, truncate_prompt_tokens=1) == [ids[-1:] for ids in bare]
+    assert read(SamplingParams(truncate_prompt_tokens=1), add_special_tokens=False) == [ids[-1:] for ids in bare]
+    with pytest.raises(RequestError, match="tokenization_kwargs has 'padding'; give add_special_tokens or truncate"):
+        read(padding=True)
+    with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+        read(truncate_prompt_tokens=0)
 
 
 @pytest.mark.parametrize(

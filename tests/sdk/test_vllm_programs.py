@@ -134,12 +134,15 @@ def test_engine_args_make_engines(model: str, expected: list[list[int]]) -> None
     assert list(outputs[-1].outputs[0].token_ids) == expected[0]
 
     async def stream() -> list[int]:
-        async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, **SMALL)) as started:
+        engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=model, **SMALL))
+        try:
             last = None
-            async for output in started.generate(PROMPTS[0], GREEDY, request_id="0"):
+            async for output in engine.generate(PROMPTS[0], GREEDY, request_id="0"):
                 last = output
             assert last is not None
             return list(last.outputs[0].token_ids)
+        finally:
+            engine.shutdown()
 
     assert asyncio.run(stream()) == expected[0]
     with pytest.raises(ConfigError, match="Unknown setting 'max_num_seq'"):

@@ -1,8 +1,8 @@
 """Attention of the packages flash_attn and flash_attn_4 (FlashAttention 2, 3 and 4) over paged caches.
 
 FlashAttention 3, whose module is `flash_attn_interface`, is taken where it is installed, then 4 (`flash_attn.cute`, which compiles its
-kernels when they are first called): their pages may have any size. Version 2 reads pages of multiples of 256 tokens. Dao, FlashAttention-2
-(arXiv:2307.08691); Shah et al., FlashAttention-3 (arXiv:2407.08608).
+kernels when they are first called): their pages may have any size. Version 2 reads pages of multiples of 256 tokens. The setting
+`attention.flash_attn_version` names one. Dao, FlashAttention-2 (arXiv:2307.08691); Shah et al., FlashAttention-3 (arXiv:2407.08608).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, AttentionParams, BoundAttention, GraphSupport
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
+from pelton.config import EngineConfig
 from pelton_backends.libraries.needs import refused
 
 if TYPE_CHECKING:
@@ -27,9 +28,13 @@ CALLS = {3: "flash_attn_with_kvcache", 4: "flash_attn_varlen_func", 2: "flash_at
 
 
 @cache
-def find_library() -> tuple[int, Any] | str:
-    """(version, module) of the first that is there, or why there is none."""
+def find_library(wanted: int | None = None) -> tuple[int, Any] | str:
+    """(version, module) of the first that is there, or why there is none. wanted: the only version to look for."""
+    if wanted is not None and wanted not in MODULES:
+        return f"flash_attn_version is {wanted}; there is {', '.join(map(str, sorted(MODULES)))}"
     for version, name in MODULES.items():
+        if wanted not in (None, version):
+            continue
         try:
             module = importlib.import_module(name)
         except ImportError as error:
@@ -38,7 +43,8 @@ def find_library() -> tuple[int, Any] | str:
         if hasattr(module, CALLS[version]):  # with version 4 alone `flash_attn` is a folder without anything
             return version, module
         why = f"{name} has no {CALLS[version]}"
-    return f"the package flash_attn is not here ({why}); pip install flash-attn or flash-attn-4"
+    which = "" if wanted is None else f" in version {wanted}"
+    return f"the package flash_attn is not here{which} ({why}); pip install flash-attn or flash-attn-4"
 
 
 @dataclass(slots=True)
@@ -54,10 +60,16 @@ class FlashAttentionBackend(AttentionBackend):
     handles: ClassVar[frozenset[str]] = frozenset({"sliding_window", "logit_soft_cap"})
     graph_support: ClassVar[GraphSupport] = GraphSupport.NEVER
     needs_zeroed_blocks = True  # its kernels multiply masked values by 0
+    version: ClassVar[int | None] = None  # the one that the settings name
+
+    @classmethod
+    def configured(cls, config: EngineConfig) -> type[AttentionBackend]:
+        version = config.attention.flash_attn_version
+        return cls if version is None else type(cls.__name__, (cls,), {"version": version})
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
-        found, reasons = find_library(), []
+        found, reasons = find_library(cls.version), []
         if isinstance(found, str):
             reasons.append(found)
         elif found[0] == 2 and needs.block_size % PAGE:
@@ -74,7 +86,7 @@ class FlashAttentionBackend(AttentionBackend):
         return FlashMetadata(common, starts)
 
     def bind(self, layer: AttentionParams) -> BoundAttention:
-        found = find_library()
+        found = find_library(self.version)
         assert not isinstance(found, str), "refused without the package"
         return FlashAttention(layer, *found)
 

@@ -145,28 +145,15 @@ def split_rows(common: CommonMetadata) -> tuple[CommonMetadata, CommonMetadata]:
     """A step's rows with one token, and the others, each as a step of its own."""
     rows, tokens = common.num_decode_rows, common.num_decode_tokens
     decodes = replace(
-        common,
-        query_start_loc=common.query_start_loc[: rows + 1],
-        seq_lens=common.seq_lens[:rows],
-        block_table=common.block_table[:rows],
-        slot_mapping=common.slot_mapping[:tokens],
-        num_reqs=rows,
-        num_tokens=tokens,
-        num_actual_tokens=tokens,
-        max_query_len=1,
-    )
+        common, query_start_loc=common.query_start_loc[: rows + 1], seq_lens=common.seq_lens[:rows],
+        block_table=common.block_table[:rows], slot_mapping=common.slot_mapping[:tokens],
+        num_reqs=rows, num_tokens=tokens, num_actual_tokens=tokens, max_query_len=1,
+    )  # fmt: skip
     others = replace(
-        common,
-        query_start_loc=common.query_start_loc[rows:] - tokens,
-        seq_lens=common.seq_lens[rows:],
-        block_table=common.block_table[rows:],
-        slot_mapping=common.slot_mapping[tokens:],
-        num_reqs=common.num_reqs - rows,
-        num_tokens=common.num_tokens - tokens,
+        common, query_start_loc=common.query_start_loc[rows:] - tokens, seq_lens=common.seq_lens[rows:],
+        block_table=common.block_table[rows:], slot_mapping=common.slot_mapping[tokens:],
+        num_reqs=common.num_reqs - rows, num_tokens=common.num_tokens - tokens,
         num_actual_tokens=common.num_actual_tokens - tokens,
-        num_decode_rows=0,
-        num_decode_tokens=0,
-        common_prefix_len=0,
-        common_prefix=None,
-    )
+        num_decode_rows=0, num_decode_tokens=0, common_prefix_len=0, common_prefix=None,
+    )  # fmt: skip
     return decodes, others

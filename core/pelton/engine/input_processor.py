@@ -184,24 +184,19 @@ class InputProcessor:
         others = params if params.prompt_logprobs is None else msgspec.structs.replace(params, prompt_logprobs=None)
         return [
             EngineRequest(
-                request_id=f"{request_id}-{next(self._serial):x}",
-                sampling_params=others if index else params,
-                eos_token_ids=self.model.eos_token_ids,
-                seed=child_seed(seed, index),
-                **fields,
+                request_id=f"{request_id}-{next(self._serial):x}", sampling_params=others if index else params,
+                eos_token_ids=self.model.eos_token_ids, seed=child_seed(seed, index), **fields,
             )
             for index in range(params.n)
-        ]
+        ]  # fmt: skip
 
     # -- the request around the prompt --
 
     @staticmethod
     def _check_request_fields(request_id: str, priority: int, cache_salt: str | None, timeout_s: float | None) -> None:
         most = limits.MAX_REQUEST_ID_CHARS
-        if (
-            not isinstance(request_id, str) or not 1 <= len(request_id) <= most or not request_id.isprintable()
-        ):  # it is logged
-            raise _wrong("request_id", request_id, f"a string of 1 to {most} printable characters")
+        if not isinstance(request_id, str) or not 1 <= len(request_id) <= most or not request_id.isprintable():
+            raise _wrong("request_id", request_id, f"a string of 1 to {most} printable characters")  # it is logged
         if type(priority) is not int or abs(priority) > limits.MAX_ABS_PRIORITY:
             most = limits.MAX_ABS_PRIORITY
             raise _wrong("priority", priority, f"an integer from {-most} to {most}")
@@ -282,12 +277,8 @@ class InputProcessor:
         """Check against vocabulary and settings; returns the bad words' token ids. In place: the logits processors' arguments."""
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
-        for name, ids in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            if ids:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if ids := getattr(params, name):
                 self._check_ids(name, ids)
         if params.structured_outputs is not None and not self._structured_output_backends:
             missing = "structured_outputs needs a structured-output backend, and no plugin here offers one."

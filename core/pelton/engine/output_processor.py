@@ -95,11 +95,9 @@ class OutputProcessor:
         from pelton.tokenizer.detokenizer import IncrementalDetokenizer
 
         detokenizer = IncrementalDetokenizer(
-            self._tokenizer,
-            processed.prompt_token_ids,
-            skip_special_tokens=params.skip_special_tokens,
+            self._tokenizer, processed.prompt_token_ids, skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
-        )
+        )  # fmt: skip
         stops = params.stop if isinstance(params.stop, list) else []
         return detokenizer, StopMatcher(stops, include_in_output=params.include_stop_str_in_output) if stops else None
 

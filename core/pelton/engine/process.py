@@ -51,7 +51,7 @@ class Wire:
     """The two sockets. `send` from any thread, `receive` from one."""
 
     def __init__(self, socket_dir: str) -> None:
-        self._context = zmq.Context(io_threads=1)
+        self._context, self._out_context = zmq.Context(io_threads=1), zmq.Context(io_threads=1)
         self._in = self._context.socket(zmq.PULL)
         self._in.setsockopt(zmq.RCVHWM, 0)
         self._in.setsockopt(zmq.MAXMSGSIZE, limits.MAX_IPC_MESSAGE_BYTES)
@@ -64,7 +64,7 @@ class Wire:
 
     def join(self, client_index: int) -> None:
         """Connect to the socket that a front end has bound."""
-        out = self._context.socket(zmq.PUSH)
+        out = self._out_context.socket(zmq.PUSH)
         out.setsockopt(zmq.SNDHWM, 0)
         out.setsockopt(zmq.LINGER, 500)
         out.connect(protocol.address(self._socket_dir, protocol.output_socket(client_index)))
@@ -102,6 +102,7 @@ class Wire:
         with self._lock:
             for out in self._outs.values():
                 out.close()
+        self._out_context.term()  # returns once all is written: the last message may say why the process ends
 
 
 class EngineProcess:
@@ -364,7 +365,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     wire.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(0.02)  # lets the I/O thread write what was sent
     end_process(status)
 
 

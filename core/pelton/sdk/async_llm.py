@@ -52,7 +52,7 @@ LONG_PROMPT_CHARS = 4096  # tokenized on a thread: `Tokenizer.encode` lets go of
 
 
 class AsyncLLM(AsyncPooling, AsyncAdapters):
-    """Make it, `await start()` (or `async with`), then `generate` from any task of that event loop.
+    """Make it, then `generate` from any task of one event loop. `start`, or else the first request, starts the engine.
 
     plugins: from `load_plugins()` when None. start_engine: makes the client of an engine, blocking; the process client
     when None. max_restarts: how often in a row a dead engine is started again. explicit: flat names of the settings
@@ -85,7 +85,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self._supervisor: Supervisor | None = None
         self._info: EngineInfo | None = None
         self._refusal: str | None = None  # set while draining
-        self._tasks: list[asyncio.Task[None]] = []
+        self._start_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # none before the engine is ready
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
@@ -102,13 +103,24 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
     # -- life cycle --
 
     async def start(self) -> None:
-        """Start the engine; returns when it is ready. Raises what stopped it, such as `ConfigError`."""
+        """Start the engine, once; returns when it is ready. Raises what stopped it, such as `ConfigError`; then it may be called again."""
         if self._closed:
             raise EngineDeadError(f"{SHUT_DOWN} Make another one.")
-        if self._client is not None:
-            return
+        if self._start_task is None:  # one task for all who wait: each of them may be cancelled
+            self._start_task = asyncio.create_task(self._start(), name="pelton-start")
+        await asyncio.shield(self._start_task)
+
+    async def _start(self) -> None:
         began = time.monotonic()
-        self._client = await asyncio.to_thread(start_engines, self.config, self.model, self.plugins, self._start_engine)
+        try:
+            client = await asyncio.to_thread(start_engines, self.config, self.model, self.plugins, self._start_engine)
+        except BaseException:
+            self._start_task = None
+            raise
+        if self._closed:
+            await asyncio.to_thread(client.shutdown)
+            raise EngineDeadError(SHUT_DOWN)
+        self._client = client
         self._client.supervise(self._max_restarts, self.stat_loggers.started)
         self._started(time.monotonic() - began)
         await self._load_adapters()
@@ -131,7 +143,11 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         self.stat_loggers.engine_started(self._info)
 
     async def __aenter__(self) -> AsyncLLM:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:  # nobody else ends what is still starting
+            self.shutdown()
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -216,9 +232,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         search = BeamSearch(ids, params, self.model.eos_token_ids, self.input_processor.max_model_len)
 
         async def last(number: int, tokens: list[int]) -> RequestOutput:
-            async with contextlib.aclosing(
-                self.generate(tokens, step_params, f"{own_id}-{number}", **arguments)
-            ) as found:
+            stream = self.generate(tokens, step_params, f"{own_id}-{number}", **arguments)
+            async with contextlib.aclosing(stream) as found:
                 return [output async for output in found][-1]
 
         step = 0
@@ -245,6 +260,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
         **arguments: Any,
     ) -> ProcessedRequest:
         """A long one on a thread."""
+        if not self._tasks:
+            await self.start()
         self._check_accepting()
         if self.input_processor.text_length(prompt) <= LONG_PROMPT_CHARS:
             return process(request_id, prompt, params, **arguments)
@@ -277,7 +294,7 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
             error.status = 503
             raise error
         if self._client is None or self._closed:
-            raise EngineDeadError(SHUT_DOWN if self._closed else "The engine is not started; await start() first.")
+            raise EngineDeadError(SHUT_DOWN)
         if self._down is not None:
             error_503 = EngineDeadError(f"{self._down} New requests are refused until it is back.")
             error_503.status = 503
@@ -364,6 +381,8 @@ class AsyncLLM(AsyncPooling, AsyncAdapters):
 
     async def call(self, method: str, *args: Any, timeout_s: float = 60.0) -> Any:
         """Utility call into the engine core, such as `reset_prefix_cache` or `kv_cache_usage`."""
+        if self._client is None:
+            await self.start()
         self._check_accepting()
         assert self._client is not None
         return await asyncio.to_thread(self._client.call, method, *args, timeout_s=timeout_s)

@@ -68,12 +68,9 @@ class AsyncPooling(ABC):
         if pooling_params is None or isinstance(pooling_params, PoolingParams):
             pooling_params = [pooling_params] * len(prompts)
         arguments = {
-            "priority": priority,
-            "cache_salt": cache_salt,
-            "timeout_s": timeout_s,
-            "truncate_prompt_tokens": truncate_prompt_tokens,
-            "lora_request": lora_request,
-        }
+            "priority": priority, "cache_salt": cache_salt, "timeout_s": timeout_s,
+            "truncate_prompt_tokens": truncate_prompt_tokens, "lora_request": lora_request,
+        }  # fmt: skip
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         async with contextlib.aclosing(self._encode_each(prompts, pooling_params, request_id, arguments)) as found:
             return [output async for _, output in found]

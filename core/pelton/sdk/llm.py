@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+
+import msgspec
 
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
@@ -32,7 +33,7 @@ from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, sco
 from pelton.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from pelton.sdk.llm_engine import LLMEngine
 from pelton.sdk.progress import ProgressBar
-from pelton.sdk.prompts import as_prompts, as_several, as_texts
+from pelton.sdk.prompts import as_prompts, as_several, as_texts, tokenization
 
 if TYPE_CHECKING:
     from pelton.metrics.snapshot import Metric
@@ -52,6 +53,7 @@ class PoolingOptions(TypedDict, total=False):
     pooling_params: PoolingParams | Sequence[PoolingParams] | None
     truncate_prompt_tokens: int | None
     lora_request: LoRARequest | Sequence[LoRARequest | None] | None
+    tokenization_kwargs: Mapping[str, Any] | None
 
 
 class LLM:
@@ -71,12 +73,8 @@ class LLM:
     ) -> None:
         if model is not None:
             settings["model"] = model
-        self.llm_engine = LLMEngine(
-            EngineConfig.from_flat(**settings),
-            engine_process=engine_process,
-            plugins=plugins,
-            explicit=explicit_names(settings),
-        )
+        config, explicit = EngineConfig.from_flat(**settings), explicit_names(settings)
+        self.llm_engine = LLMEngine(config, engine_process=engine_process, plugins=plugins, explicit=explicit)
         self._ids = itertools.count()
         logger.info("ready\n%s", start_table(self.llm_engine.info, self.llm_engine.model))
 
@@ -92,20 +90,25 @@ class LLM:
         cache_salt: str | None = None,
         kv_transfer_params: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs in the order of the prompts.
 
         prompts: one or many of text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}. sampling_params: one for
         all, one each, or None for the model's defaults. use_tqdm: show progress. kv_transfer_params: for the KV connector, the
         same for all prompts. lora_request: the adapter of all prompts, or one each, None for the model alone.
+        tokenization_kwargs: of texts, such as {"add_special_tokens": False, "truncate_prompt_tokens": 512}.
         A bad prompt raises `RequestError` before anything is queued; a request that fails later has an `error` in its output.
         """
-        many = as_prompts(prompts)
+        many, (special, most) = as_prompts(prompts), tokenization(tokenization_kwargs, None)
         params = _one_each("sampling_params", sampling_params, len(many), (SamplingParams, type(None)))
+        if most is not None:
+            defaults = self.get_default_sampling_params()
+            params = [msgspec.structs.replace(one or defaults, truncate_prompt_tokens=most) for one in params]
         priorities = _one_each("priority", priority, len(many), (int,))
         adapters = self._adapters(lora_request, len(many))
         shared = {"cache_salt": cache_salt, "kv_transfer_params": kv_transfer_params}
-        return self._run(self._process(self._tokenize(many), params, priorities, adapters, shared), use_tqdm)
+        return self._run(self._process(self._tokenize(many, special), params, priorities, adapters, shared), use_tqdm)
 
     def chat(
         self,
@@ -132,18 +135,13 @@ class LLM:
         wanted = "a list of messages, or a list of such lists"
         for conversation in as_several("messages", messages, part=Mapping, wanted=wanted, param="messages"):
             text = front_end.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
+                conversation, chat_template=chat_template, tools=tools, chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            )  # fmt: skip
             assert isinstance(text, str) and front_end.tokenizer is not None
             # The template wrote the special tokens itself.
-            prompts.append(
-                {"prompt": text, "prompt_token_ids": front_end.tokenizer.encode(text, add_special_tokens=False)}
-            )
+            ids = front_end.tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, lora_request=lora_request)
 
     def beam_search(
@@ -190,11 +188,13 @@ class LLM:
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """Run prompts through a model that pools; `outputs` of each is a `PoolingOutput`.
 
         pooling_params: one for all, one each, or None for the task `pooling_task`, by default the model's first.
-        truncate_prompt_tokens: keep so many tokens of a longer prompt, -1 for as many as fit. lora_request: as `generate` has it.
+        truncate_prompt_tokens: keep so many tokens of a longer prompt, -1 for as many as fit. lora_request and
+        tokenization_kwargs: as `generate` has them.
         With an IO processor `encode({"data": ...})` gives one output, whose `outputs` is what the processor made.
         """
         if is_for_processor(prompts):
@@ -205,12 +205,11 @@ class LLM:
         params = _one_each("pooling_params", pooling_params, len(many), (PoolingParams, type(None)))
         if pooling_task is not None and any(one is not None and one.task != pooling_task for one in params):
             raise RequestError("pooling_task and pooling_params name different tasks.", param="pooling_task")
-        process = partial(
-            self.llm_engine.input_processor.process_pooling, truncate_prompt_tokens=truncate_prompt_tokens
-        )
-        rows = zip(self._tokenize(many), params, self._adapters(lora_request, len(many)), strict=True)
+        process = self.llm_engine.input_processor.process_pooling
+        special, most = tokenization(tokenization_kwargs, truncate_prompt_tokens)
+        rows = zip(self._tokenize(many, special), params, self._adapters(lora_request, len(many)), strict=True)
         done = [
-            self._blamed(index, len(many), process, prompt, one, adapter=adapter)
+            self._blamed(index, len(many), process, prompt, one, adapter=adapter, truncate_prompt_tokens=most)
             for index, (prompt, one, adapter) in enumerate(rows)
         ]
         return self._run(done, use_tqdm, "encode")
@@ -278,15 +277,14 @@ class LLM:
         ids = [token_id for output in outputs for token_id in output.prompt_token_ids]
         return PoolingRequestOutput(request_id, made, ids, True, error=error)
 
-    def _tokenize(self, prompts: list[Prompt]) -> list[Prompt]:
+    def _tokenize(self, prompts: list[Prompt], add_special_tokens: bool = True) -> list[Prompt]:
         """Many texts at once are tokenized on all cores."""
         tokenizer = self.llm_engine.tokenizer
         at = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        if tokenizer is None or len(at) < 2:
+        if tokenizer is None or (len(at) < 2 and add_special_tokens):
             return prompts
-        texts = [cast(str, prompts[index]) for index in at]
-        done = list(prompts)
-        for index, text, ids in zip(at, texts, tokenizer.encode_batch(texts), strict=True):
+        done, texts = list(prompts), [cast(str, prompts[index]) for index in at]
+        for index, text, ids in zip(at, texts, tokenizer.encode_batch(texts, add_special_tokens), strict=True):
             done[index] = {"prompt": text, "prompt_token_ids": ids}
         return done
 
@@ -298,15 +296,13 @@ class LLM:
         adapters: Sequence[AdapterRef | None],
         shared: Mapping[str, Any],
     ) -> list[ProcessedRequest]:
-        process = self.llm_engine.input_processor.process
+        rows = enumerate(zip(prompts, params, priorities, adapters, strict=True))
         return [
             self._blamed(
-                index, len(prompts), process, prompt, one, priority=priority, adapter=adapter,
-                output_kind=RequestOutputKind.FINAL_ONLY, **shared,
+                index, len(prompts), self.llm_engine.input_processor.process, prompt, one, priority=priority,
+                adapter=adapter, output_kind=RequestOutputKind.FINAL_ONLY, **shared,
             )
-            for index, (prompt, one, priority, adapter) in enumerate(
-                zip(prompts, params, priorities, adapters, strict=True)
-            )
+            for index, (prompt, one, priority, adapter) in rows
         ]  # fmt: skip
 
     def _blamed(

@@ -24,6 +24,16 @@ def as_several(name: str, value: Any, *, part: type, wanted: str, param: str) ->
     return [value] if value and isinstance(value[0], part) else list(value)
 
 
+def tokenization(given: Mapping[str, Any] | None, most: int | None) -> tuple[bool, int | None]:
+    """Return add_special_tokens and truncate_prompt_tokens of vLLM's tokenization_kwargs. most: the latter where `given` has none."""
+    options = dict(given or {})
+    found = options.pop("add_special_tokens", True), options.pop("truncate_prompt_tokens", most)
+    for name in options:
+        wanted = "give add_special_tokens or truncate_prompt_tokens"
+        raise RequestError(f"tokenization_kwargs has {name!r}; {wanted}.", param="tokenization_kwargs")
+    return found
+
+
 def as_texts(name: str, value: Any) -> list[str]:
     """One text or several, as several."""
     given = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)

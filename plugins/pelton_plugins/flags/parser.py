@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from pelton.config.engine import (
 from pelton.config.other_names import other_names, translated
 from pelton.errors import ConfigError
 from pelton_plugins.flags.help import help_text
+from pelton_plugins.flags.other_variables import unread
 from pelton_plugins.flags.settings_file import read_settings_file
 from pelton_plugins.flags.table import SHORT_FLAGS, Flag, all_structs, make_flags
 from pelton_plugins.flags.values import alternatives, list_item, read_any, read_as
@@ -83,7 +85,10 @@ def parse_flags(
             raise SystemExit(0)
     parser.read_argv(argv)
     parser.add_environment(environ)
-    return parser.build()
+    parsed = parser.build()
+    for line in unread(environ, parser.by_flat, {*parsed.explicit, *parsed.config.plugin_config}):
+        print(f"warning: {line}", file=sys.stderr)
+    return parsed
 
 
 class _Parser:

@@ -11,6 +11,7 @@ import torch
 
 from pelton.attention.interface import AttentionNeeds
 from pelton.attention.selector import select_backend
+from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.testing.attention import AttentionBackendConformance, AttentionCase, AttentionStep
 from pelton_backends.libraries import flash_attn, flashinfer, needs
@@ -113,14 +114,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
 def flash_three(monkeypatch):
     monkeypatch.setattr(needs, "DTYPES", ("float32", "bfloat16", "float16"))
     module = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
-    monkeypatch.setattr(flash_attn, "find_library", lambda: (3, module))
+    monkeypatch.setattr(flash_attn, "find_library", lambda wanted=None: (3, module))
 
 
 @pytest.fixture
 def flash_four(monkeypatch):
     monkeypatch.setattr(needs, "DTYPES", ("float32", "bfloat16", "float16"))
     module = SimpleNamespace(flash_attn_varlen_func=flash_attn_cute)
-    monkeypatch.setattr(flash_attn, "find_library", lambda: (4, module))
+    monkeypatch.setattr(flash_attn, "find_library", lambda wanted=None: (4, module))
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ class TestFlashInfer(AttentionBackendConformance):
 
 def test_flash_attention_two_reads_pages_of_256(monkeypatch):
     module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-    monkeypatch.setattr(flash_attn, "find_library", lambda: (2, module))
+    monkeypatch.setattr(flash_attn, "find_library", lambda wanted=None: (2, module))
     assert "block size 16, only multiples of 256 with FlashAttention 2" in FlashAttentionBackend.unsupported(NEEDS)
     case = AttentionCase(rows=((1, 300), (1, 5), (17, 250)), block_size=256, dtype="bfloat16", sliding_window=40)
     step = AttentionStep(FlashAttentionBackend, case)
@@ -162,14 +163,14 @@ def test_the_first_version_that_is_there_is_taken(monkeypatch):
     two, four = SimpleNamespace(flash_attn_varlen_func=1), SimpleNamespace(flash_attn_varlen_func=2)
     folder = SimpleNamespace()
 
-    def found(modules):
+    def found(modules, wanted=None):
         def load(name):
             if name not in modules:
                 raise ImportError(f"No module named {name!r}")
             return modules[name]
 
         monkeypatch.setattr(flash_attn, "importlib", SimpleNamespace(import_module=load))
-        return flash_attn.find_library.__wrapped__()
+        return flash_attn.find_library.__wrapped__(wanted)
 
     assert found({"flash_attn": two}) == (2, two)
     assert found({"flash_attn": folder, "flash_attn.cute": four}) == (4, four)
@@ -177,6 +178,20 @@ def test_the_first_version_that_is_there_is_taken(monkeypatch):
         "the package flash_attn is not here (flash_attn has no flash_attn_varlen_func)"
     )
     assert found({}).endswith("pip install flash-attn or flash-attn-4")
+    assert found({"flash_attn": two, "flash_attn.cute": four}, 2) == (2, two)
+    assert found({"flash_attn": two}, 3).startswith("the package flash_attn is not here in version 3 (No module named")
+    assert found({"flash_attn": two}, 5) == "flash_attn_version is 5; there is 2, 3, 4"
+
+
+def test_the_settings_name_a_version(monkeypatch):
+    versions = {None: 3, 2: 2}
+    monkeypatch.setattr(flash_attn, "find_library", lambda wanted=None: (versions[wanted], SimpleNamespace()))
+    wants_256 = "block size 16, only multiples of 256 with FlashAttention 2"
+    for version, is_refused in [(None, False), (2, True)]:
+        config = EngineConfig.from_flat(attention_config={"backend": "FLASH_ATTN", "flash_attn_version": version})
+        configured = FlashAttentionBackend.configured(config)
+        assert (wants_256 in configured.unsupported(NEEDS)) is is_refused
+    assert wants_256 not in FlashAttentionBackend.unsupported(NEEDS)  # the settings are of one engine
 
 
 @pytest.mark.parametrize(

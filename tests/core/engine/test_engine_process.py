@@ -57,6 +57,27 @@ def start(settings: dict[str, Any]) -> Iterator[Start]:
         client.shutdown()
 
 
+def test_what_was_sent_last_arrives_however_slowly(tmp_path: Path) -> None:
+    size = 64 << 20
+    code = f"""
+import os
+from pelton.engine import process, protocol
+from pelton.errors import ConfigError, error_info
+wire = process.Wire({str(tmp_path)!r})
+wire.send(protocol.Failed(error_info(ConfigError("x" * {size}))))
+wire.close()
+os._exit(0)
+"""
+    context = zmq.Context()
+    with context.socket(zmq.PULL) as pull:
+        pull.linger = 0
+        pull.bind(protocol.address(str(tmp_path), protocol.output_socket(0)))
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        assert pull.poll(10_000), "the process ended before its message was written"
+        assert len(pull.recv()) > size
+    context.term()
+
+
 def request(request_id: str = "r", *, max_tokens: int = 8, prompt: tuple[int, ...] = (1, 2, 3)) -> EngineRequest:
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     return EngineRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params)

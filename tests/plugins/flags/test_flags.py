@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Literal
 
@@ -215,6 +216,35 @@ def test_a_flag_wins_over_the_environment():
     assert parsed.structs["ShopConfig"].api_key == ["mine"]
 
 
+@pytest.mark.parametrize(
+    "variable, flags, ours",
+    [
+        ("VLLM_API_KEY", ["--api-key", "mine"], "PELTON_API_KEY"),
+        ("VLLM_LOGGING_LEVEL", ["--log-level", "debug"], "PELTON_LOG_LEVEL"),
+        ("VLLM_ATTENTION_BACKEND", ["--attention-backend", "sdpa"], None),
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", ["--enable-lora", "--allow-runtime-lora-updating"], None),
+        ("VLLM_LORA_RESOLVER_CACHE_DIR", ["--plugin-config.lora_resolvers.cache_dir", "/cache"], None),
+        ("VLLM_PLUGINS", None, "PELTON_PLUGINS"),
+    ],
+)
+def test_a_variable_of_vllms_says_what_is_read(capsys, variable, flags, ours):
+    parse("--model", "m", environ={variable: "debug"})
+    assert re.fullmatch(
+        rf"warning: Environment variable {variable} is vLLM's and not read; use .*\n", capsys.readouterr().err
+    )
+    parse(environ={variable: "0"})
+    if flags is not None:
+        parse(*flags, environ={variable: "debug"})
+    if ours is not None:
+        parse(environ={variable: "debug", ours: "debug"})
+    assert capsys.readouterr().err == ""
+
+
+def test_a_variable_of_vllms_is_nothing_to_a_command_without_its_setting(capsys):
+    parse_flags([], [], environ={"VLLM_API_KEY": "secret"})
+    assert capsys.readouterr().err == ""
+
+
 def test_a_bad_environment_variable_is_an_error():
     with pytest.raises(ConfigError, match="PELTON_LOG_LEVEL is 'loud'; use one of debug, info, warning, error"):
         parse(environ={"PELTON_LOG_LEVEL": "loud"})
@@ -378,7 +408,7 @@ def test_vllms_flags_set_the_setting_or_ask_for_nothing(argv, name, value):
         (["--disable-custom-all-reduce=true"], r"--disable-custom-all-reduce is True;"),
         (["--scheduler-cls"], "--scheduler-cls needs a value"),
         (["-cc.mode=1"], r"compilation\.mode is 1; .*no graph is compiled"),
-        (["-ac", '{"flash_attn_version": 2}'], r"attention\.flash_attn_version is 2; .*the first that is installed"),
+        (["-ac", '{"use_cudnn_prefill": 1}'], r"attention\.use_cudnn_prefill is 1; .*`pelton backends` lists"),
         (["--compilation-config.modes=1"], r"compilation has no setting 'modes'"),
         (["--enable-log-requests"], r"Unknown flag --enable-log-requests"),  # of a command without such a setting
         (["--swap-spaces", "4"], r"Unknown flag --swap-spaces"),

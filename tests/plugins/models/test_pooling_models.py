@@ -114,6 +114,9 @@ def test_a_cross_encoder_tells_the_two_texts_apart(tmp_path):
         scores = [output.outputs.score for output in llm.score(query, documents, use_tqdm=False)]
         cut = llm.score(query, documents, truncate_prompt_tokens=8, use_tqdm=False)
         assert [len(output.prompt_token_ids) <= 8 for output in cut] == [True] * 3
+        kwargs = {"add_special_tokens": False, "truncate_prompt_tokens": 2}
+        (bare,) = llm.classify("the river keys", tokenization_kwargs=kwargs, use_tqdm=False)
+        assert bare.prompt_token_ids == tokenizer.encode("the river", add_special_tokens=False).ids[:2]
         with pytest.raises(RequestError, match="2 first texts and 3 second ones"):
             llm.score(["a", "b"], documents, use_tqdm=False)
         with pytest.raises(RequestError, match="data_1 is a int; give a text, or a list of texts"):
