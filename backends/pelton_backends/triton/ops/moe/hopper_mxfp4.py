@@ -35,8 +35,9 @@ STEP = 256
 """Numbers of a row of the weights that a program has at a time: 128 bytes, four products over 64 of them."""
 _STEP, _CHUNKS = gl.constexpr(STEP), gl.constexpr(4)
 _UP = 63
-"""A code in the bits of a bfloat16 is 2^-126 times its value, and a scale of exponent e is 2^(e - 127). The factor of both, 2^(e - 1), is too
-large for a bfloat16 from e = 129 on: weights are 2^-63 times what they are, and sums are multiplied at the end. So scales may be 2^-70 to 2^64."""
+"""A code in the bits of a bfloat16 is 2^-126 times its value, and a scale of exponent e is 2^(e - 127). The factor of both, 2^(e - 1), is
+too large for a bfloat16 from e = 129 on: weights are 2^-63 times what they are, and sums are multiplied at the end. So scales may be
+2^-70 to 2^64."""
 _UPWARDS = gl.constexpr(2.0**_UP)
 
 
