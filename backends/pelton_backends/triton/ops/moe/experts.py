@@ -199,7 +199,8 @@ class BoundMoe:
     def routed(self, x: Tensor, slots: Tensor, logits: Tensor) -> Tensor:
         """Return what the experts chosen by logits [T, E] make of x."""
         num_tokens = x.shape[0]
-        if num_tokens * self._top_k <= FEW_PAIRS:
+        # In mxfp4, gpt-oss-20b's experts on an H200: 2 tokens 77 us and 81 by output rows, 3 tokens 85 and 116, 8 tokens 129 and 294.
+        if num_tokens * self._top_k <= FEW_PAIRS and (num_tokens == 1 or not self._is_mxfp4):
             return self._few(x, *self.choose(x, slots, logits))
         order = torch.empty((self._num_held, num_tokens), dtype=torch.int32, device=x.device)
         return self._many(x, *self.choose(x, slots, logits, counts=self._counts, order=order), order)
