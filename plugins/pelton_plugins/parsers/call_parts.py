@@ -139,7 +139,13 @@ def arguments_apart(
     try:
         if root.get("type") != "object" or more:
             raise Refused(more[0] if more else "type")
-        properties, required = root.get("properties") or {}, root.get("required") or ()
+        properties, required = root.get("properties") or {}, root.get("required") or []
+        if not isinstance(properties, Mapping):
+            place = " at /properties"
+            raise Refused("it is not an object of schemas")
+        if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+            place = " at /required"
+            raise Refused("it is not a list of names")
         found = []
         for key in dict.fromkeys([*properties, *required]):
             place = f" at /properties/{key}"
@@ -306,8 +312,13 @@ def _allowed(schema: Mapping[str, Any]) -> list[Any]:
     if schema.keys() - NOTES - {"enum", "const", "type"}:
         raise Refused("enum with other keywords")
     values = schema["enum"] if "enum" in schema else [schema["const"]]
+    if not isinstance(values, list):
+        raise Refused("enum without a list of values")
     declared = schema.get("type", list(ANY_TYPE))
-    types = {declared} if isinstance(declared, str) else set(declared)
+    kinds = [declared] if isinstance(declared, str) else declared
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise Refused("enum with another type")
+    types = set(kinds)
     types |= {"integer"} if "number" in types else set()
     found = [one for one in values if type_of(one) in types and ("const" not in schema or one == schema["const"])]
     if not found:

@@ -13,6 +13,8 @@ ANY_TYPE = frozenset({"null", "boolean", "integer", "number", "string", "array",
 _HALF = re.compile(r"[\ud800-\udfff]")
 MAX_REFERENCES = 8
 """A schema that refers to itself ends here."""
+MAX_INTEGER_BITS = 14_000
+"""Python reads hexadecimal numbers of any length, and writes decimal ones up to 4300 digits."""
 
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
@@ -24,7 +26,8 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
     if isinstance(declared, list):
         found |= {one for one in declared if isinstance(one, str)}
     for union in ("anyOf", "oneOf", "allOf"):
-        for choice in schema.get(union) or ():
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
             found |= schema_types(choice, root, depth + 1)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
@@ -34,7 +37,7 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
         found |= schema_types(target, root, depth + 1)
     if not found:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        found |= {type_of(value) for value in values if isinstance(values, list)}
+        found |= {type_of(value) for value in values} if isinstance(values, list) else set()
     if schema.get("nullable") is True:
         found.add("null")
     return found
@@ -95,6 +98,8 @@ def as_json(value: Any) -> Any:
         return {str(key): as_json(one) for key, one in value.items()}
     if isinstance(value, float):
         return _finite(value)
+    if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+        raise ValueError("more digits than Python writes")
     if value is None or isinstance(value, (bool, int, str)):
         return value
     raise ValueError(f"a {type(value).__name__} is no JSON")

@@ -509,3 +509,21 @@ def test_what_an_object_asks_for_as_a_whole_is_refused_where_arguments_stand_apa
     tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}, "minProperties": 1}}
     with pytest.raises(RequestError, match=r"The schema of f cannot be enforced in the form of .*: minProperties"):
         Case(Format(parser, ""), (tool,)).grammar()
+
+
+@pytest.mark.parametrize("parser", [Qwen3CoderParser, DSMLParser, PythonicParser])
+@pytest.mark.parametrize(
+    "parameters, why",
+    [
+        ({"properties": "a"}, "at /properties cannot be enforced in the form of .*: it is not an object of schemas"),
+        ({"properties": {}, "required": 5}, "at /required cannot be enforced in the form of .*: it is not a list of names"),
+        ({"properties": {}, "required": [{}]}, "at /required cannot be enforced in the form of .*: it is not a list of names"),
+        ({"properties": {"a": {"anyOf": 5}}}, "anyOf"),
+        ({"properties": {"a": {"enum": 5}}}, "enum"),
+        ({"properties": {"a": {"enum": [1], "type": [["integer"]]}}}, "enum with another type|/type is"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_is_none_is_refused(parser, parameters, why):
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", **parameters}}
+    with pytest.raises(RequestError, match=f"The schema of f.*({why})"):
+        Case(Format(parser, ""), (tool,)).grammar()
