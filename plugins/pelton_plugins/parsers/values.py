@@ -17,8 +17,10 @@ MAX_INTEGER_BITS = 14_000
 """Python reads hexadecimal numbers of any length, and writes decimal ones up to 4300 digits."""
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the JSON types that a schema allows; empty where it does not say."""
+def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0, seen: set[str] | None = None) -> set[str]:
+    """Return the JSON types that a schema allows; empty where it does not say. seen: references that have been followed; to follow one
+    again would add nothing, and takes time without end where each leads to several."""
+    seen = set() if seen is None else seen
     if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
         return set()
     declared = schema.get("type")
@@ -28,13 +30,14 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
     for union in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(union)
         for choice in choices if isinstance(choices, list) else ():
-            found |= schema_types(choice, root, depth + 1)
+            found |= schema_types(choice, root, depth + 1, seen)
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
+    if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
+        seen.add(reference)
         target: Any = root
         for step in reference[2:].split("/"):
             target = target.get(step) if isinstance(target, Mapping) else None
-        found |= schema_types(target, root, depth + 1)
+        found |= schema_types(target, root, depth + 1, seen)
     if not found:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         found |= {type_of(value) for value in values} if isinstance(values, list) else set()
