@@ -286,6 +286,26 @@ def test_a_number_on_which_the_library_overflows_its_stack_ends_no_process(guida
     assert takes(guidance, StructuredOutputsParams(json={"type": "integer", "maximum": 2**63 - 1}), "12")
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json": {"type": "integer", "multipleOf": 123456789}},
+        {"grammar": r'start: %json {"type": "integer", "multiple\u004ff": 123456789}'},
+    ],
+    ids=["schema", "lark"],
+)
+def test_a_multiple_that_takes_minutes_goes_on_nowhere(context, params):
+    """The process that compiles it is stopped; a thread would go on."""
+    backend = LLGuidanceBackend(context)
+    backend._process.check("start: /a/", 60.0)  # it has started
+    allow(backend, 1)
+    with pytest.raises(RequestError, match=r"structured_outputs\..* cannot be compiled: it takes more than 1 s"):
+        backend.compile(StructuredOutputsParams(**params))
+    assert not any(thread.name == "pelton-compile" for thread in threading.enumerate())
+    allow(backend, 60)
+    assert takes(backend, StructuredOutputsParams(json={"type": "integer", "multipleOf": 5}), "10")
+
+
 def test_negations_are_bounded(guidance):
     """A few lines stand for 6**11 schemas; and the regex of all texts but a long one would take gigabytes."""
     steps = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 6} for i in range(11)} | {"d11": {"minimum": 1}}
