@@ -337,7 +337,7 @@ class InputProcessor:
             raise RequestError("bad_words needs a tokenizer (skip_tokenizer_init is set).", param="bad_words")
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            for variant in (word.lstrip(), " " + word.lstrip()):
+            for variant in (word.lstrip() or word, " " + word.lstrip()):
                 if not variant.strip() and variant != word:
                     continue
                 ids = self.tokenizer.encode(variant, add_special_tokens=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pelton.errors import RequestError
@@ -25,6 +25,8 @@ NOTES = frozenset(
 """Keywords that ask for nothing."""
 _OF_OBJECTS = NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _NAME = re.compile(r"[\w.\-]+", re.ASCII)
+MAX_WRITTEN_CHARS = 4 * 2**20
+"""Of a function's definitions: each alternative of an argument that refers to one is written with all of them."""
 _PLAIN = re.compile(r"[^<>\n\"=]+")
 
 
@@ -139,7 +141,19 @@ def arguments_apart(
     try:
         if root.get("type") != "object" or more:
             raise Refused(more[0] if more else "type")
-        properties, required = root.get("properties") or {}, root.get("required") or ()
+        properties, required = root.get("properties") or {}, root.get("required") or []
+        if not isinstance(properties, Mapping):
+            place = " at /properties"
+            raise Refused("it is not an object of schemas")
+        if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+            place = " at /required"
+            raise Refused("it is not a list of names")
+        definition_chars = sum(len(json.dumps(root[home])) for home in ("$defs", "definitions") if home in root)
+        num_chars = definition_chars * sum(
+            bool(_references(branch)) for one in properties.values() for branch in branches(one, root)
+        )
+        if num_chars > MAX_WRITTEN_CHARS:
+            raise Refused(f"its definitions would be written with {num_chars} characters; at most {MAX_WRITTEN_CHARS}")
         found = []
         for key in dict.fromkeys([*properties, *required]):
             place = f" at /properties/{key}"
@@ -151,6 +165,8 @@ def arguments_apart(
         raise RequestError(
             f"The schema of {name}{place} cannot be enforced in the form of {what}: {error}", param="tools"
         ) from None
+    except RecursionError:
+        raise RequestError(f"The schema of {name}{place} is nested too deeply", param="tools") from None
 
 
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -173,22 +189,32 @@ def _references(value: Any) -> list[str]:
     return found
 
 
-def branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Any]:
+def branches(schema: Any, root: Mapping[str, Any]) -> list[Any]:
     """The schemas one of which a value has to keep, each of one type as far as it says; as written where that cannot be told."""
+    return list(_branches(schema, root, set(), 0)) or [schema]
+
+
+def _branches(schema: Any, root: Mapping[str, Any], seen: set[str], depth: int) -> Iterator[Any]:
+    """seen: references that have been followed; what one leads to again is there already."""
     if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
-        return [schema]
+        yield schema
+        return
     asked = schema.keys() - NOTES
     if asked == {"$ref"} and str(schema["$ref"]).startswith(("#/$defs/", "#/definitions/")):
+        if schema["$ref"] in seen:
+            return
+        seen.add(schema["$ref"])
         target: Any = root
         for step in schema["$ref"][2:].split("/"):
             target = target.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        return branches(target, root, depth + 1) if target is not None else [schema]
-    if asked == {"anyOf"} and isinstance(schema["anyOf"], list):
-        return [found for one in schema["anyOf"] for found in branches(one, root, depth + 1)]
-    declared = schema.get("type")
-    if isinstance(declared, list) and "enum" not in schema and "const" not in schema:
-        return [_of_type(schema, one) for one in declared]
-    return [schema]
+        yield from [schema] if target is None else _branches(target, root, seen, depth + 1)
+    elif asked == {"anyOf"} and isinstance(schema["anyOf"], list):
+        for one in schema["anyOf"]:
+            yield from _branches(one, root, seen, depth + 1)
+    elif isinstance(declared := schema.get("type"), list) and "enum" not in schema and "const" not in schema:
+        yield from (_of_type(schema, one) for one in declared)
+    else:
+        yield schema
 
 
 _OF_TEXTS = {"minLength", "maxLength", "pattern", "format"}
@@ -306,8 +332,13 @@ def _allowed(schema: Mapping[str, Any]) -> list[Any]:
     if schema.keys() - NOTES - {"enum", "const", "type"}:
         raise Refused("enum with other keywords")
     values = schema["enum"] if "enum" in schema else [schema["const"]]
+    if not isinstance(values, list):
+        raise Refused("enum without a list of values")
     declared = schema.get("type", list(ANY_TYPE))
-    types = {declared} if isinstance(declared, str) else set(declared)
+    kinds = [declared] if isinstance(declared, str) else declared
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise Refused("enum with another type")
+    types = set(kinds)
     types |= {"integer"} if "number" in types else set()
     found = [one for one in values if type_of(one) in types and ("const" not in schema or one == schema["const"])]
     if not found:

@@ -13,10 +13,14 @@ ANY_TYPE = frozenset({"null", "boolean", "integer", "number", "string", "array",
 _HALF = re.compile(r"[\ud800-\udfff]")
 MAX_REFERENCES = 8
 """A schema that refers to itself ends here."""
+MAX_INTEGER_BITS = 14_000
+"""Python reads hexadecimal numbers of any length, and writes decimal ones up to 4300 digits."""
 
 
-def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Return the JSON types that a schema allows; empty where it does not say."""
+def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0, seen: set[str] | None = None) -> set[str]:
+    """Return the JSON types that a schema allows; empty where it does not say. seen: references that have been followed; to follow one
+    again would add nothing, and takes time without end where each leads to several."""
+    seen = set() if seen is None else seen
     if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
         return set()
     declared = schema.get("type")
@@ -24,17 +28,19 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
     if isinstance(declared, list):
         found |= {one for one in declared if isinstance(one, str)}
     for union in ("anyOf", "oneOf", "allOf"):
-        for choice in schema.get(union) or ():
-            found |= schema_types(choice, root, depth + 1)
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
+            found |= schema_types(choice, root, depth + 1, seen)
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
+    if isinstance(reference, str) and reference.startswith("#/") and reference not in seen:
+        seen.add(reference)
         target: Any = root
         for step in reference[2:].split("/"):
             target = target.get(step) if isinstance(target, Mapping) else None
-        found |= schema_types(target, root, depth + 1)
+        found |= schema_types(target, root, depth + 1, seen)
     if not found:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-        found |= {type_of(value) for value in values if isinstance(values, list)}
+        found |= {type_of(value) for value in values} if isinstance(values, list) else set()
     if schema.get("nullable") is True:
         found.add("null")
     return found
@@ -95,6 +101,8 @@ def as_json(value: Any) -> Any:
         return {str(key): as_json(one) for key, one in value.items()}
     if isinstance(value, float):
         return _finite(value)
+    if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+        raise ValueError("more digits than Python writes")
     if value is None or isinstance(value, (bool, int, str)):
         return value
     raise ValueError(f"a {type(value).__name__} is no JSON")

@@ -118,9 +118,11 @@ def _messages(message: AnthropicMessage, place: str) -> list[Message]:
     return [*results, own]
 
 
-def _text(content: str | Sequence[Any], place: str) -> str:
+def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, Sequence):
+        raise RequestError("content must be a text or a list of blocks", param=f"{place}.content")
     texts = []
     for index, block in enumerate(content):
         if not isinstance(block, dict) or block.get("type") != "text":

@@ -32,7 +32,7 @@ def constraint(offer: Offer, *, is_parallel: bool) -> StructuredOutputsParams | 
     definitions: dict[str, Any] = {}
     calls = []
     for index, function in enumerate(functions):
-        schema = _with_own_definitions(_parameters(function), f"tool{index}_", definitions)
+        schema = _with_own_definitions(function["name"], _parameters(function), f"tool{index}_", definitions)
         calls.append(
             {
                 "type": "object",
@@ -91,7 +91,9 @@ def _tag(functions: Sequence[Mapping[str, Any]], is_parallel: bool) -> dict[str,
     return {"format": sequence(text("["), call, *more, text("]"))}
 
 
-def _with_own_definitions(schema: Mapping[str, Any], prefix: str, definitions: dict[str, Any]) -> dict[str, Any]:
+def _with_own_definitions(
+    function: str, schema: Mapping[str, Any], prefix: str, definitions: dict[str, Any]
+) -> dict[str, Any]:
     """Return a schema whose definitions lie in `definitions`, under names of its own: references begin at the root.
 
     One that refers to itself, or to a part of itself that is no definition, lies there as a whole.
@@ -99,8 +101,12 @@ def _with_own_definitions(schema: Mapping[str, Any], prefix: str, definitions: d
     itself, refers_to_itself = prefix.rstrip("_"), False
     moved = {}
     for home in ("$defs", "definitions"):
-        for name in schema.get(home) or ():
-            moved[f"#/{home}/{name}"] = f"#/$defs/{prefix}{name}"
+        if not isinstance(schema.get(home) or {}, Mapping):
+            raise RequestError(
+                f"The parameters of {function} have {home} that are not an object of schemas", param="tools"
+            )
+        for key in schema.get(home) or ():
+            moved[f"#/{home}/{key}"] = f"#/$defs/{prefix}{key}"
 
     def walk(value: Any) -> Any:
         nonlocal refers_to_itself

@@ -112,6 +112,6 @@ def _close(schema: Any, is_alone: bool, depth: int) -> Any:
     named, required = found.get("properties"), found.get("required", [])
     if isinstance(named, Mapping) and isinstance(required, list) and not _SAYS_MORE & found.keys():
         patterns = found.get("patternProperties")
-        if patterns or all(name in named for name in required):
+        if patterns or all(isinstance(name, str) and name in named for name in required):
             found["additionalProperties"] = False
     return found

@@ -6,6 +6,7 @@ what it is set up with, then a text each, answered by a sign (+ for a result, - 
 
 from __future__ import annotations
 
+import signal
 import struct
 import subprocess
 import sys
@@ -20,6 +21,7 @@ _MEMORY_BYTES = 4 * 2**30
 """Of the process; the vocabulary and the interpreter take about 300 MB of address space."""
 _START_S = 60.0
 _TOO_MUCH_MEMORY = "it takes more memory than it may"
+_TOO_DEEP = "its compiler descends without end, as for numbers near -2**63"
 
 
 class NoAnswerError(Exception):
@@ -44,7 +46,8 @@ class HelperProcess:
             answer = self._receive(process.stdout, timeout_s)
         except (BrokenPipeError, EOFError):
             self.close()
-            raise NoAnswerError(_TOO_MUCH_MEMORY) from None
+            is_overflow = process.returncode == -signal.SIGSEGV
+            raise NoAnswerError(_TOO_DEEP if is_overflow else _TOO_MUCH_MEMORY) from None
         except TimeoutError:
             self.close()
             raise NoAnswerError(f"it takes more than {timeout_s:g} s") from None

@@ -8,6 +8,7 @@ are refused by name. Formats that JSON Schema does not define are notes, as its 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -46,6 +47,18 @@ def read_json(text: str, name: str) -> Any:
         ) from None
     except RecursionError:
         raise RequestError(f"{name} is nested too deeply", param="structured_outputs") from None
+    except ValueError as error:  # a number with more digits than Python reads
+        raise RequestError(f"{name} cannot be read as JSON: {error}", param="structured_outputs") from None
+
+
+def check_writable(value: Any, name: str) -> int:
+    """Return how many characters it has as JSON. Raises `RequestError` for what JSON, or UTF-8, has no words for."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (RecursionError, ValueError, TypeError) as error:
+        raise RequestError(f"{name} cannot be written as JSON: {error}", param="structured_outputs") from None
+    return len(text)
 
 
 def prepare_schema(schema: Any, *, closes_objects: bool = False) -> dict[str, Any]:
@@ -129,10 +142,7 @@ def _escape(key: str) -> str:
 
 
 def _check_size(schema: Mapping[str, Any]) -> None:
-    try:
-        size = len(json.dumps(schema, ensure_ascii=False))
-    except (RecursionError, ValueError, TypeError) as error:
-        raise bad_schema("", f"cannot be written as JSON: {error}") from None
+    size = check_writable(schema, "structured_outputs.json")
     if size > limits.MAX_CONSTRAINT_CHARS:
         raise bad_schema("", f"has {size} characters; at most {limits.MAX_CONSTRAINT_CHARS}")
 
@@ -140,7 +150,7 @@ def _check_size(schema: Mapping[str, Any]) -> None:
 class _Preparation:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._num_nodes = 0
-        self._negation = Negation(root)
+        self._negation = Negation(root, _check_keywords)
 
     def walk(self, schema: Any, pointer: str, depth: int) -> dict[str, Any] | bool:
         if isinstance(schema, bool):
@@ -215,9 +225,10 @@ class _Preparation:
         asked.pop("type", None)
         known = rest.get("properties", {})
         if set(asked) == {"enum"} and value is not False:
-            rest["properties"] = {**known, **{name: value for name in asked["enum"] if name not in known}}
+            allowed = [name for name in asked["enum"] if isinstance(name, str)]
+            rest["properties"] = {**known, **{name: value for name in allowed if name not in known}}
             rest["additionalProperties"] = False
-            bad = [name for name in known if name not in asked["enum"]]
+            bad = [name for name in known if name not in allowed]
         elif set(asked) == {"pattern"} and value is not False:
             try:
                 bad = [name for name in known if not re.search(asked["pattern"], name)]
@@ -287,6 +298,14 @@ def _check_keywords(schema: Mapping[str, Any], pointer: str) -> None:
     for name, right, words in _SHAPES:
         if name in schema and not right(schema[name]):
             raise bad_schema(f"{pointer}/{name}", f"is {_short(schema[name])}; give {words}")
+    for name in ("const", "enum"):
+        if name in schema and (found := next(_unheld(schema[name], f"{pointer}/{name}"), None)) is not None:
+            place, number = found
+            raise bad_schema(
+                place,
+                f"is {_short(number)}; a whole number is enforced below 2**63, and where a float64 is exactly that number. "
+                "Use a text, or another number",
+            )
     reference = schema.get("$ref")
     if isinstance(reference, str) and not reference.startswith("#") and "://" in reference:
         raise bad_schema(f"{pointer}/$ref", f"is {_short(reference)}; references to other documents are not followed")
@@ -306,12 +325,33 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+    return _is_number(value) and 0 <= value < math.inf and value == int(value)
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, bool | Mapping)
+
+
+def _unheld(value: Any, pointer: str) -> Iterator[tuple[str, Any]]:
+    """Whole numbers of a value that llguidance takes for others: it computes them as float64, and then as int64."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _unheld(one, f"{pointer}/{_escape(key)}")
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from _unheld(one, f"{pointer}/{index}")
+    elif _is_number(value) and value == value // 1:
+        whole = int(value)
+        is_held = whole == 2**63 - 1 or (abs(whole) < 2**63 and int(float(whole)) == whole)
+        if not is_held:
+            yield pointer, value
 
 
 _SHAPES: list[tuple[str, Callable[[Any], bool], str]] = [
     *((name, lambda value: isinstance(value, Mapping), "an object of schemas") for name in _MAPS),
     *((name, lambda value: isinstance(value, list) and bool(value), "a list of schemas") for name in ("anyOf", "oneOf", "allOf")),
+    *((name, _is_schema, "a schema: an object, true or false") for name in _SINGLE),
+    ("items", lambda value: isinstance(value, list) or _is_schema(value), "a schema, or a list of schemas"),
     ("dependencies", lambda value: isinstance(value, Mapping), "an object"),
     ("dependentRequired", lambda value: isinstance(value, Mapping) and all(map(_is_names, value.values())), "lists of names"),
     ("required", _is_names, "a list of names"),

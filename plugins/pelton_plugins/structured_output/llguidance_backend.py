@@ -56,6 +56,10 @@ _MANY_CORES = 12
 _LARGE_CHARS = 8192
 """A longer source is compiled in a process first that can be stopped: the library's limits bound small ones to a second or so, but it
 needs 20 s for the largest that a request may have."""
+_DOUBTFUL = re.compile(r"\d{16}|\d[eE]\+?\d|multipleOf|\\u00[4-7]")
+"""A source with this is compiled in that process first too. llguidance computes bounds in 64 bits, and descends without end for some
+numbers beyond 2**53, which would end the engine. For {"type": "integer", "multipleOf": 123456789} it takes longer than a minute, which
+none of its limits bounds. A letter that a grammar's JSON writes as an escape may be one of that keyword."""
 _SLOW_S = 2e-3
 """CPU time of a first mask, made again, of a grammar whose masks are made apart from the others'."""
 _TOO_MUCH = ("items; max is", "lexer error", "fuel", "too many", "TooComplex")
@@ -404,11 +408,12 @@ class LLGuidanceBackend(StructuredOutputBackend):
         return made
 
     def _compile_small(self, params: StructuredOutputsParams) -> Compiled | str:
-        """Compiled at once; the source of a large one."""
+        """Compiled at once; the source of one that is large, or in doubt."""
         source = self._sources.make(params)
         if "\0" in source:  # where the C functions would end it
             raise _cannot(params, "it has a NUL character; write it as an escape")
-        return source if len(source) > _LARGE_CHARS else self._compile_source(params, source)
+        is_apart = len(source) > _LARGE_CHARS or _DOUBTFUL.search(source)
+        return source if is_apart else self._compile_source(params, source)
 
     def _check_apart(self, params: StructuredOutputsParams, source: str) -> None:
         """Let a process that can be stopped compile a source."""
@@ -483,13 +488,15 @@ def _cannot(params: StructuredOutputsParams, why: str) -> RequestError:
 
 
 def cache_key(params: StructuredOutputsParams) -> bytes:
-    """Equal for constraints of equal content. Raises `RequestError` for one that is nested without end."""
+    """Equal for constraints of equal content. Raises `RequestError` for one that is nested without end, or that JSON has no words for."""
     try:
         return msgspec.json.encode(msgspec.structs.replace(params, reasoning_end=None))
     except RecursionError:
         raise RequestError(
             f"structured_outputs.{params.kind} is nested too deeply", param="structured_outputs"
         ) from None
+    except (TypeError, ValueError) as error:
+        raise _cannot(params, f"it cannot be written as JSON: {error}") from None
 
 
 def _first_line(message: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _ALL = ("null", "boolean", "object", "array", "number", "string")
@@ -18,21 +18,28 @@ _NOTES = frozenset(
      "$id", "id", "$anchor", "definitions", "$defs"}
 )  # fmt: skip
 _MAX_DEPTH = 12
+_MAX_STEPS = 100_000
+"""Schemas that are looked at: references let a few lines stand for millions."""
 _MAX_TEXTS = 64
+_MAX_TEXT_CHARS = 512
+"""The regex of all other texts takes memory that grows with the square of a text's length."""
 
 
 class Negation:
-    """root: the document that references point into."""
+    """root: the document that references point into. check: refuses values of keywords that are no schema's, where a reference leads."""
 
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: Mapping[str, Any], check: Callable[[Mapping[str, Any], str], None]) -> None:
         self._root = root
+        self._check = check
+        self._checked: set[int] = set()  # ids of the document's parts, which live as long as it
+        self._num_left = _MAX_STEPS
 
     def of(self, schema: Any, depth: int = 0) -> Any:
         """A schema of all values that this one refuses; None where there is none that can be written."""
         if isinstance(schema, bool):
             return not schema
         schema = self._resolved(schema)
-        if depth > _MAX_DEPTH or schema is None:
+        if schema is None or not self._may_go_on(depth):
             return None
         parts: list[Any] = []
         for keyword, value in schema.items():
@@ -47,9 +54,14 @@ class Negation:
             return True
         return False if not parts else parts[0] if len(parts) == 1 else {"anyOf": parts}
 
-    def _resolved(self, schema: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Behind its reference; None where it leads nowhere that is known."""
+    def _resolved(self, schema: Any, pointer: str = "") -> Mapping[str, Any] | None:
+        """Behind its reference; None where it leads nowhere that is known, or where there is no schema."""
         for _ in range(_MAX_DEPTH):
+            if not isinstance(schema, Mapping):
+                return None
+            if id(schema) not in self._checked:
+                self._check(schema, pointer)
+                self._checked.add(id(schema))
             reference = schema.get("$ref")
             if reference is None:
                 return schema
@@ -61,10 +73,12 @@ class Negation:
             for part in reference.split("/")[1:]:
                 part = part.replace("~1", "/").replace("~0", "~")
                 found = found.get(part) if isinstance(found, Mapping) else None
-            if not isinstance(found, Mapping):
-                return None
-            schema = found
+            schema, pointer = found, reference[1:]
         return None
+
+    def _may_go_on(self, depth: int) -> bool:
+        self._num_left -= 1
+        return depth <= _MAX_DEPTH and self._num_left >= 0
 
     def _keyword(self, keyword: str, value: Any, schema: Mapping[str, Any], depth: int) -> Any:
         """The negation of one keyword: a schema, False where it refuses nothing, None where nothing says it."""
@@ -100,7 +114,7 @@ class Negation:
         """True when it is sure that no value keeps both."""
         if one is False or other is False:
             return True
-        if isinstance(one, bool) or isinstance(other, bool) or depth > _MAX_DEPTH:
+        if isinstance(one, bool) or isinstance(other, bool) or not self._may_go_on(depth):
             return False
         first, second = self._resolved(one), self._resolved(other)
         if first is None or second is None:
@@ -152,6 +166,8 @@ def _other_values(values: list[Any]) -> Any:
     flags = [value for value in values if isinstance(value, bool)]
     if any(isinstance(value, list | dict) for value in values) or len(texts) > _MAX_TEXTS or len(numbers) > _MAX_TEXTS:
         return None
+    if any(len(text) > _MAX_TEXT_CHARS for text in texts):
+        return None
     parts: list[Any] = [{"type": ["object", "array"]}]
     if None not in values:
         parts.append({"type": "null"})
@@ -176,16 +192,15 @@ def not_texts(texts: list[str]) -> str:
             follows.setdefault(text[:end], set()).add(text[end])
         follows.setdefault(text, set())
 
-    def rest(prefix: str) -> str:
-        """Return a regex of all that may follow a prefix."""
+    rest: dict[str, str] = {}  # by prefix: a regex of all that may follow it
+    for prefix in sorted(follows, key=len, reverse=True):
         letters = sorted(follows[prefix])
         ways = [] if prefix in texts else [""]
         others = "".join(re.escape(letter) if letter in "\\]^-[&~" else letter for letter in letters)
         ways.append(f"[^{others}](?s:.*)" if letters else "(?s:.+)")
-        ways += [re.escape(letter) + rest(prefix + letter) for letter in letters]
-        return f"({'|'.join(ways)})"
-
-    return f"^{rest('')}$"
+        ways += [re.escape(letter) + rest[prefix + letter] for letter in letters]
+        rest[prefix] = f"({'|'.join(ways)})"
+    return f"^{rest['']}$"
 
 
 _BOUNDS = {

@@ -12,7 +12,7 @@ from pelton.config.structured_outputs import StructuredOutputsConfig
 from pelton.errors import RequestError
 from pelton.sampling_params import StructuredOutputsParams
 from pelton_plugins.structured_output.gbnf import gbnf_to_lark
-from pelton_plugins.structured_output.json_schema import prepare_schema, read_json
+from pelton_plugins.structured_output.json_schema import check_writable, prepare_schema, read_json
 from pelton_plugins.structured_output.structural_tags import structural_tag_grammar
 from pelton_plugins.structured_output.vocabulary import Vocabulary
 
@@ -52,6 +52,7 @@ class Sources:
         if params.structural_tag is not None:
             tag = params.structural_tag
             tag = read_json(tag, "structured_outputs.structural_tag") if isinstance(tag, str) else tag
+            check_writable(tag, "structured_outputs.structural_tag")
             options = self._options(params)
             return structural_tag_grammar(
                 tag, self._vocabulary, lambda schema: {**self._schema(schema, params), "x-guidance": options}, lark_of

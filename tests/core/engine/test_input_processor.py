@@ -211,6 +211,11 @@ def test_bad_words_are_banned_with_and_without_a_space(processor: InputProcessor
     assert done.requests[0].bad_words_token_ids == [tokenizer.encode(word) for word in ("no", " no", "way", " way")]
 
 
+def test_bad_words_of_white_space_alone_are_banned_as_they_are(processor: InputProcessor, tokenizer: Tokenizer) -> None:
+    done = processor.process("r", [1], SamplingParams(bad_words=["\n", " ", "\n\n"]))
+    assert done.requests[0].bad_words_token_ids == [tokenizer.encode(word) for word in ("\n", " ", "\n\n")]
+
+
 def test_defaults_come_from_the_models_generation_config(tokenizer: Tokenizer) -> None:
     processor = make(tokenizer, generation_config={"temperature": 0.6, "top_k": 20, "max_tokens": 7})
     defaults = processor.get_default_sampling_params()

@@ -239,6 +239,18 @@ def test_text_parts_become_a_string_unless_the_template_reads_parts():
     assert ChatTemplate(reader).render(parts) == "[text:a][text:b]"
 
 
+@pytest.mark.parametrize("field", ["messages", "tools", "documents", "chat_template_kwargs"])
+def test_what_is_nested_too_deeply_is_named(field):
+    deep: dict = {}
+    for _ in range(70):
+        deep = {"a": deep}
+    given = {"tools": {"tools": [deep]}, "documents": {"documents": [deep]}, "chat_template_kwargs": {"extra": deep}}
+    messages = [{**TALK[0], "x": deep}] if field == "messages" else TALK
+    with pytest.raises(RequestError, match=f"^{field} are nested more than 64 levels deep") as refused:
+        ChatTemplate(CHATML).render(messages, **given.get(field, {}))
+    assert refused.value.param == field
+
+
 def test_a_picture_is_refused_with_its_type():
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(NotSupportedError, match=r"'image_url'.*text parts only"):

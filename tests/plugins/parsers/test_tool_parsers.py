@@ -355,3 +355,29 @@ def test_the_suite_finds_a_parser_that_reads_everything_with_each_token(monkeypa
     Reads.reads_again = True
     with pytest.raises(AssertionError):
         Suite().test_a_long_answer_takes_no_more_than_seconds()
+
+
+@pytest.mark.parametrize(
+    "own", [{"anyOf": 5}, {"oneOf": {"a": 1}}, {"enum": 5}, {"type": 5}, {"$ref": 5}, {"const": [1]}]
+)
+@pytest.mark.parametrize(
+    "parser_class, text",
+    [
+        (Qwen3CoderParser, "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>"),
+        (DSMLParser, '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">x</｜DSML｜parameter></｜DSML｜invoke>'),
+        (PythonicParser, "[f(a='x')]"),
+    ],
+)
+def test_a_schema_that_is_none_leaves_an_argument_as_it_is_written(parser_class, text, own):
+    tools = [{"name": "f", "parameters": {"type": "object", "properties": {"a": own}}}]
+    parser = parser_class(ParserContext(tools=tools))
+    events = [*parser.feed(text), *parser.finish()]
+    assert "".join(event.text for event in events if isinstance(event, Arguments)) == '{"a": "x"}'
+
+
+@pytest.mark.parametrize("number", [f"0x{'f' * 5000}", f"[0b{'1' * 20_000}]", "1" * 5000])
+def test_a_number_that_python_cannot_write_is_a_text(number):
+    tools = [{"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": ["integer", "array"]}}}}]
+    parser = PythonicParser(ParserContext(tools=tools))
+    events = [*parser.feed(f"[f(a={number})]"), *parser.finish()]
+    assert "".join(event.text for event in events if isinstance(event, Arguments)) == f'{{"a": "{number}"}}'

@@ -129,6 +129,12 @@ def test_errors_have_anthropics_shape(server, client):
         server.llm.fail_after = None
 
 
+def test_a_result_that_is_neither_a_text_nor_blocks_is_refused_by_name(client):
+    block = {"type": "tool_result", "tool_use_id": "a", "content": 0.5}
+    with pytest.raises(anthropic.BadRequestError, match="content must be a text or a list of blocks"):
+        client.messages.create(**{**HI, "messages": [{"role": "user", "content": [block]}]})
+
+
 def test_the_key_may_come_as_anthropics_clients_send_it(server):
     body = {"messages": HI["messages"], "max_tokens": 3}
     assert server.client.post("/v1/messages", json=body, headers={"x-api-key": "secret"}).status_code == 200

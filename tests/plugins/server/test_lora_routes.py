@@ -131,6 +131,10 @@ def test_the_engine_sleeps_and_wakes_up(client):
         assert complete(client, "first") == expected
     assert eventually(lambda: gauge(url, "sleep_mode_operation_duration_seconds_count") >= 2)
     assert eventually(lambda: gauge(url, "sleep_mode_operations_in_flight") == 0)
-    for path, param in (("/sleep?level=3", "level"), ("/sleep?level=deep", "level")):
+    for path, param in (
+        ("/sleep?level=3", "level"),
+        ("/sleep?level=deep", "level"),
+        (f"/sleep?level={'9' * 5000}", "level"),
+    ):
         refused = httpx.post(url + path, timeout=60)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param

@@ -169,6 +169,15 @@ def test_a_named_tool_makes_the_text_its_arguments(hermes):
     assert asked.json == WEATHER["function"]["parameters"] and asked.disable_additional_properties
 
 
+@pytest.mark.parametrize("definitions", [5, ["a"], "a"])
+@pytest.mark.parametrize("home", ["$defs", "definitions"])
+def test_definitions_that_are_none_are_refused(hermes, home, definitions):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", home: definitions}}}
+    reply = hermes.post(CHAT, {"messages": HI, "tools": [tool], "tool_choice": "required"})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools"
+    assert f"The parameters of f have {home} that are not an object" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("parameters", [None, {}])
 def test_a_forced_call_of_a_function_without_parameters_has_no_arguments(parameters):
     tool = Tool(function=FunctionDefinition(name="f", parameters=parameters))

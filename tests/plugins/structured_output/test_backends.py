@@ -230,6 +230,21 @@ def test_special_tokens_in_a_tag_are_tokens(guidance):
         ({"properties": {"a": {"pattern": "("}}}, "/properties/a/pattern"),
         ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "$defs/b"),
         ('{"type": "object", }', "line 1, column 20"),
+        ({"not": 5}, "/not is 5; give a schema"),
+        ({"properties": {"a": {"if": "b", "then": {}}}}, "/properties/a/if is 'b'; give a schema"),
+        ({"not": {"$ref": "#/x"}, "x": {"required": 5}}, "/x/required is 5; give a list of names"),
+        ({"type": "object", "properties": {}, "required": [["a"]]}, "/required is [['a']]; give a list of names"),
+        ('{"type": "string", "maxLength": 1e400}', "cannot be written as JSON: Out of range float"),
+        ('{"enum": ["\\ud800"]}', "cannot be written as JSON: 'utf-8' codec can't encode character"),
+        pytest.param(f'{{"const": {"1" * 5000}}}', "cannot be read as JSON: Exceeds the limit", id="digits"),
+        ({"const": 10**5000}, "cannot be written as JSON: Exceeds the limit"),
+        (
+            {"enum": ["a", {"b": [2**53 + 1]}]},
+            "/enum/1/b/0 is 9007199254740993; a whole number is enforced below 2**63",
+        ),
+        ({"const": 2**63}, "/const is 9223372036854775808; a whole number"),
+        ({"const": -(2**63)}, "/const is -9223372036854775808; a whole number"),
+        ({"enum": [-1e308, 2], "type": "integer"}, "/enum/0 is -1e+308; a whole number"),
     ],
 )
 def test_a_bad_schema_is_refused_with_its_place(guidance, schema, place):
@@ -237,6 +252,68 @@ def test_a_bad_schema_is_refused_with_its_place(guidance, schema, place):
         guidance.compile(StructuredOutputsParams(json=schema))
     assert place in str(refused.value)
     assert refused.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_names_that_are_no_texts_are_those_of_no_property(guidance, closes):
+    schema = {"type": "object", "propertyNames": {"enum": ["a", 1, ["b"]]}}
+    params = StructuredOutputsParams(json=schema, disable_additional_properties=closes)
+    assert takes(guidance, params, '{"a": 1}') and not takes(guidance, params, '{"b": 1}')
+
+
+@pytest.mark.parametrize("number", [2**53, 2**62, 2**63 - 1, -(2**63) + 1024, 0.5])
+def test_a_number_that_is_named_is_the_only_one(guidance, number):
+    params = StructuredOutputsParams(json={"const": number})
+    assert takes(guidance, params, str(number)) and not takes(guidance, params, str(number + 1))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}},
+        {"json": {"type": "integer", "allOf": [{"maximum": -9.3e18}, {"minimum": -9.4e18}]}},
+        {"json": {"$ref": "#/a", "a": {"const": -(2**63)}}},
+        {"grammar": 'start: %json {"const": -9223372036854775808}'},
+        {"grammar": 'start: %json {"type": "integer", "enum": [-1E308]}'},
+    ],
+    ids=["bounds", "conjunction", "reference", "lark", "exponent"],
+)
+def test_a_number_on_which_the_library_overflows_its_stack_ends_no_process(guidance, params):
+    with pytest.raises(
+        RequestError, match=r"structured_outputs\..* cannot be compiled: its compiler descends without end"
+    ):
+        guidance.compile(StructuredOutputsParams(**params))
+    assert takes(guidance, StructuredOutputsParams(json={"type": "integer", "maximum": 2**63 - 1}), "12")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json": {"type": "integer", "multipleOf": 123456789}},
+        {"grammar": r'start: %json {"type": "integer", "multiple\u004ff": 123456789}'},
+    ],
+    ids=["schema", "lark"],
+)
+def test_a_multiple_that_takes_minutes_goes_on_nowhere(context, params):
+    """The process that compiles it is stopped; a thread would go on."""
+    backend = LLGuidanceBackend(context)
+    backend._process.check("start: /a/", 60.0)  # it has started
+    allow(backend, 1)
+    with pytest.raises(RequestError, match=r"structured_outputs\..* cannot be compiled: it takes more than 1 s"):
+        backend.compile(StructuredOutputsParams(**params))
+    assert not any(thread.name == "pelton-compile" for thread in threading.enumerate())
+    allow(backend, 60)
+    assert takes(backend, StructuredOutputsParams(json={"type": "integer", "multipleOf": 5}), "10")
+
+
+def test_negations_are_bounded(guidance):
+    """A few lines stand for 6**11 schemas; and the regex of all texts but a long one would take gigabytes."""
+    steps = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 6} for i in range(11)} | {"d11": {"minimum": 1}}
+    for schema in ({"$defs": steps, "not": {"$ref": "#/$defs/d0"}}, {"not": {"const": "x" * 200_000}}):
+        with pytest.raises(RequestError, match="/not cannot be enforced"):
+            guidance.compile(StructuredOutputsParams(json=schema))
+    long = StructuredOutputsParams(json={"type": "string", "not": {"const": "x" * 40}})
+    assert takes(guidance, long, f'"{"x" * 41}"') and not takes(guidance, long, f'"{"x" * 40}"')
 
 
 def nested(depth: int) -> dict:
@@ -256,6 +333,7 @@ def nested(depth: int) -> dict:
         ({"grammar": "root ::= " + "(" * 500 + '"a"' + ")" * 500}, "nests 500 brackets"),
         ({"grammar": "start: " + " | ".join(f"r{i}" for i in range(2000))}, "r0"),
         ({"structural_tag": {"format": {"type": "xml"}}}, "format.type is 'xml'"),
+        ({"structural_tag": '{"format": {"type": "const_string", "value": "\\ud800"}}'}, "structural_tag cannot be written as JSON"),
         ({"structural_tag": {"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}}, "none of the triggers"),
     ],
 )  # fmt: skip

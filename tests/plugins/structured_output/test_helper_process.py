@@ -10,7 +10,7 @@ from pelton_plugins.structured_output import helper_process
 from pelton_plugins.structured_output.helper_process import HelperProcess, NoAnswerError
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 sys.path.insert(0, {folder!r})
 from helper_process import serve
 
@@ -20,6 +20,8 @@ def set_up(data):
             bytearray(5 << 30)
         if text == "abort":
             os.abort()
+        if text == "overflow":
+            os.kill(os.getpid(), signal.SIGSEGV)
         if text == "sleep":
             time.sleep(600)
         if text == "refuse":
@@ -45,6 +47,7 @@ def process(tmp_path):
     [
         ("allocate", 60, "it takes more memory than it may", True),
         ("abort", 60, "it takes more memory than it may", False),  # as native code does that gets none
+        ("overflow", 60, "its compiler descends without end, as for numbers near -2**63", False),
         ("sleep", 0.3, "it takes more than 0.3 s", False),
         ("refuse", 60, "not that", True),
     ],

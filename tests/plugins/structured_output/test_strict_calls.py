@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from dataclasses import dataclass, field
 
 import jsonschema_rs
@@ -509,3 +510,53 @@ def test_what_an_object_asks_for_as_a_whole_is_refused_where_arguments_stand_apa
     tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}, "minProperties": 1}}
     with pytest.raises(RequestError, match=r"The schema of f cannot be enforced in the form of .*: minProperties"):
         Case(Format(parser, ""), (tool,)).grammar()
+
+
+@pytest.mark.parametrize("parser", [Qwen3CoderParser, DSMLParser, PythonicParser])
+@pytest.mark.parametrize(
+    "parameters, why",
+    [
+        ({"properties": "a"}, "at /properties cannot be enforced in the form of .*: it is not an object of schemas"),
+        ({"properties": {}, "required": 5}, "at /required cannot be enforced in the form of .*: it is not a list of names"),
+        ({"properties": {}, "required": [{}]}, "at /required cannot be enforced in the form of .*: it is not a list of names"),
+        ({"properties": {"a": {"anyOf": 5}}}, "anyOf"),
+        ({"properties": {"a": {"enum": 5}}}, "enum"),
+        ({"properties": {"a": {"enum": [1], "type": [["integer"]]}}}, "enum with another type|/type is"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_is_none_is_refused(parser, parameters, why):
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", **parameters}}
+    with pytest.raises(RequestError, match=f"The schema of f.*({why})"):
+        Case(Format(parser, ""), (tool,)).grammar()
+
+
+@pytest.mark.parametrize("parser", [Qwen3CoderParser, DSMLParser, PythonicParser])
+def test_a_definition_is_read_once_however_many_ways_lead_to_it(parser):
+    """60**3 ways: four kilobytes of a tool held the server up for longer than anybody waits."""
+    steps = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 60} for i in range(3)}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/d0"}},
+        "$defs": {**steps, "d3": {"type": "integer"}},
+    }
+    tool = {"name": "f", "strict": True, "parameters": schema}
+    started = time.thread_time()
+    case = Case(Format(parser, ""), (tool,))
+    assert time.thread_time() - started < 2
+    text = {
+        Qwen3CoderParser: "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>",
+        DSMLParser: '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">5</｜DSML｜parameter></｜DSML｜invoke>',
+        PythonicParser: "[f(a=5)]",
+    }[parser]
+    assert case.grammar() is not None
+    assert case.events(text)[1] == Arguments('{"a": 5}')
+
+
+@pytest.mark.parametrize("parser", [Qwen3CoderParser, DSMLParser, PythonicParser])
+def test_definitions_that_would_be_written_too_often_are_refused(parser):
+    items = [{"type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": i} for i in range(200)]
+    schema = {"type": "object", "properties": {"a": {"anyOf": items}}, "$defs": {"d": {"enum": ["x" * 50_000]}}}
+    with pytest.raises(
+        RequestError, match=r"The schema of f cannot be enforced .* its definitions would be written with"
+    ):
+        parser.call_format(ParserContext(tools=[{"name": "f", "strict": True, "parameters": schema}]), is_parallel=True)

@@ -77,8 +77,8 @@ class ChatTemplate:
                 **(special_tokens or {}),
                 **_checked_extra(extra),
                 "messages": chat,
-                "tools": _plain(tools) if tools else None,
-                "documents": _plain(documents) if documents else None,
+                "tools": _plain(tools, "tools") if tools else None,
+                "documents": _plain(documents, "documents") if documents else None,
                 "add_generation_prompt": add_generation_prompt,
             }
         )
@@ -111,7 +111,7 @@ class ChatTemplate:
             raise RequestError(
                 f"messages[{index}] is a {type(message).__name__}; expected an object.", param="messages"
             )
-        prepared: dict[str, Any] = _plain(message)
+        prepared: dict[str, Any] = _plain(message, "messages")
         content = prepared.get("content")
         if isinstance(content, list) and not self._takes_parts:
             prepared["content"] = "\n".join(_part_text(part, index) for part in content)
@@ -157,17 +157,17 @@ def read_template_file(file: Path) -> str:
     return text
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """A deep copy of JSON-like data: nothing else may reach a template."""
+def _plain(value: Any, field: str, depth: int = 0) -> Any:
+    """A deep copy of JSON-like data: nothing else may reach a template. field: whose it is."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if depth > 64:
-        raise RequestError("messages are nested more than 64 levels deep.", param="messages")
+        raise RequestError(f"{field} are nested more than 64 levels deep.", param=field)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+        return {str(key): _plain(item, field, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, depth + 1) for item in value]
-    raise RequestError(f"messages hold a {type(value).__name__}; expected plain JSON values.", param="messages")
+        return [_plain(item, field, depth + 1) for item in value]
+    raise RequestError(f"{field} hold a {type(value).__name__}; expected plain JSON values.", param=field)
 
 
 def _part_text(part: Any, index: int) -> str:
@@ -218,7 +218,7 @@ def _checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"chat_template_kwargs has {name!r}, which is not a name that a template may be given this way.",
                 param="chat_template_kwargs",
             )
-    plain: dict[str, Any] = _plain(extra or {})
+    plain: dict[str, Any] = _plain(extra or {}, "chat_template_kwargs")
     return plain
 
 

@@ -25,8 +25,10 @@ def routes(state: ServerState) -> list[Any]:
     async def sleep(request: Request[Any, Any, Any]) -> Response[bytes]:
         """Drop the KV cache while no request runs; level=1, the default, moves the weights to the host, level=2 drops them."""
         engine, level = _engine(state), request.query_params.get("level", "1")
-        if not level.isdecimal():
-            raise RequestError("Use 1 (weights go to the host) or 2 (they are dropped)", param="level", value=level)
+        if level not in ("1", "2"):
+            raise RequestError(
+                "Use 1 (weights go to the host) or 2 (they are dropped)", param="level", value=level[:20]
+            )
         with state.http_metrics.sleep_operation("sleep"):
             await engine.sleep(int(level))
         return _empty()
