@@ -62,6 +62,7 @@ class ModelConformance:
         for logits in self.make().step(PROMPTS).values():
             assert logits.shape[1] == self.hf_config["vocab_size"]
             assert torch.isfinite(logits).all()
+            assert logits.dtype == torch.float32, f"compute_logits gives {logits.dtype}, not torch.float32"
 
     def test_reads_every_weight_that_it_asks_for(self) -> None:
         driven = self.make()
