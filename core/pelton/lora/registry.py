@@ -141,6 +141,8 @@ class AdapterRegistry:
         for resolver_name, resolver in resolvers:
             try:
                 found = await resolver.resolve_lora(base_model, name)
+                if not isinstance(found, LoRARequest | None):
+                    raise TypeError(f"it gives {found!r}, not a LoRARequest")
             except PeltonError:
                 raise
             except Exception:

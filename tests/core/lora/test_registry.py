@@ -113,6 +113,13 @@ async def test_a_resolver_that_breaks_leaves_the_name_to_the_next(caplog):
     assert "LoRA resolver broken failed" in caplog.text
 
 
+async def test_a_resolver_that_finds_something_else_leaves_the_name_to_the_next(caplog):
+    """It is not the client's mistake."""
+    broken, good = Resolver({"sql": "/sql"}), Resolver({"sql": LoRARequest("sql", 1, "/sql")})
+    await registry().resolve("sql", "base", [("broken", broken), ("good", good)], Engine())
+    assert "LoRA resolver broken failed" in caplog.text and "it gives '/sql', not a LoRARequest" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
