@@ -40,6 +40,8 @@ FIX_IT = f"Fix the plugin, or leave it out with {ENV_FILTER}."
 SLOW_LOAD_S, HANGING_LOAD_S = 0.5, 5.0
 
 T = TypeVar("T")
+_FIELDS: dict[str, Any] = {"name": (str, "text"), "load": (str, "text"), "priority": (int, "a whole number")}
+_FIELDS |= dict.fromkeys(("aliases", "architectures", "device_types"), ((tuple, list), "a tuple of texts"))
 _PLAIN = {name: kind for kind in (str, int, bool) for name in (kind.__name__, f"ClassVar[{kind.__name__}]")}
 
 
@@ -206,11 +208,9 @@ class Plugins:
                 f"Plugin {plugin} returns {said} from {hook}; return a list of entries (pelton.entries), which may be empty."
             )
         for entry in result:
-            for name, kind in (("name", str), ("load", str), ("priority", int)):
-                if not isinstance(value := getattr(entry, name), kind) or value == "":
-                    raise PluginError(
-                        f"Plugin {plugin}: {name} of an entry of {hook} is {value!r}; give {'text' if kind is str else 'a whole number'}."
-                    )
+            for name, (kind, said) in _FIELDS.items():
+                if not isinstance(value := getattr(entry, name, ()), kind) or value == "":
+                    raise PluginError(f"Plugin {plugin}: {name} of an entry of {hook} is {value!r}; give {said}.")
             if not isinstance(entry, wanted):
                 raise PluginError(
                     f"Plugin {plugin} offers {entry.name!r} from {hook}, of class {type(entry).__name__}; the class has to be "
