@@ -91,18 +91,19 @@ def kinds_page() -> str:
 
 
 def hook_examples() -> dict[str, tuple[str, str]]:
-    """By hook: the kind of the smallest skeleton that implements it, and its code there."""
+    """By hook: the kind that is called after it, else the kind of the smallest skeleton that implements it, and its code there."""
     from pelton_plugins.commands.plugin_author import SKELETONS, kinds, renamed
 
-    found: dict[str, tuple[int, str, str]] = {}
+    found: dict[str, tuple[bool, int, str, str]] = {}
     for kind in kinds():
         source = renamed((SKELETONS / kind.replace("-", "_") / "plugin.py").read_text(), "mine")
         hooks = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.decorator_list]
         for node in hooks:
             code = "\n".join(source.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno])
-            offer = (len(hooks), kind, code)
+            is_of_another = not node.name.startswith(f"pelton_{kind.replace('-', '_')}")
+            offer = (is_of_another, len(hooks), kind, code)
             found[node.name] = min(found.get(node.name, offer), offer)
-    return {name: (kind, code) for name, (_, kind, code) in found.items()}
+    return {name: (kind, code) for name, (_, _, kind, code) in found.items()}
 
 
 def flags_page() -> str:

@@ -40,6 +40,9 @@ FIX_IT = f"Fix the plugin, or leave it out with {ENV_FILTER}."
 SLOW_LOAD_S, HANGING_LOAD_S = 0.5, 5.0
 
 T = TypeVar("T")
+_FIELDS: dict[str, Any] = {"name": (str, "text"), "load": (str, "text"), "priority": (int, "a whole number")}
+_FIELDS |= dict.fromkeys(("aliases", "architectures", "device_types"), ((tuple, list), "a tuple of texts"))
+_PLAIN = {name: kind for kind in (str, int, bool) for name in (kind.__name__, f"ClassVar[{kind.__name__}]")}
 
 
 @dataclass(slots=True)
@@ -205,11 +208,9 @@ class Plugins:
                 f"Plugin {plugin} returns {said} from {hook}; return a list of entries (pelton.entries), which may be empty."
             )
         for entry in result:
-            for name, kind in (("name", str), ("load", str), ("priority", int)):
-                if not isinstance(value := getattr(entry, name), kind) or value == "":
-                    raise PluginError(
-                        f"Plugin {plugin}: {name} of an entry of {hook} is {value!r}; give {'text' if kind is str else 'a whole number'}."
-                    )
+            for name, (kind, said) in _FIELDS.items():
+                if not isinstance(value := getattr(entry, name, ()), kind) or value == "":
+                    raise PluginError(f"Plugin {plugin}: {name} of an entry of {hook} is {value!r}; give {said}.")
             if not isinstance(entry, wanted):
                 raise PluginError(
                     f"Plugin {plugin} offers {entry.name!r} from {hook}, of class {type(entry).__name__}; the class has to be "
@@ -219,27 +220,28 @@ class Plugins:
 
     def culprit(self, error: BaseException) -> tuple[LoadedPlugin, str] | None:
         """The third-party plugin whose code raised, and where: the innermost frame of the error, or of a cause of it, that is in
-        a package of one. None when none is."""
-        seen: set[int] = set()
-        current: BaseException | None = error
-        while current is not None and id(current) not in seen:
-            seen.add(id(current))
+        a package of one, or in a method of an object of one. None when none is."""
+        chain = [error]
+        for current in chain:
             for frame, line in reversed(list(traceback.walk_tb(current.__traceback__))):
                 module = str(frame.f_globals.get("__name__", ""))
-                plugin = self._packages.get(module.partition(".")[0])
-                if plugin is not None and not plugin.is_builtin:
-                    return plugin, f"{module}:{frame.f_code.co_qualname}, line {line}"
-            current = current.__cause__ or current.__context__
+                for owner in (module, type(frame.f_locals.get("self")).__module__):
+                    plugin = self._packages.get(owner.partition(".")[0])
+                    if plugin is not None and not plugin.is_builtin:
+                        return plugin, f"{module}:{frame.f_code.co_qualname}, line {line}"
+            cause = current.__cause__ or current.__context__
+            chain += [cause] if cause is not None and cause not in chain else []
         return None
 
     @contextmanager
     def blaming(self, while_doing: str) -> Iterator[None]:
-        """Around a part of the start: what third-party code raises becomes one line that names its plugin. Other errors pass."""
+        """Around a part of the start: what third-party code raises becomes one line that names its plugin, not its caller. Others pass."""
         try:
             yield
-        except Exception as error:
+        except Exception as caught:
+            error = (isinstance(caught, PluginError) and caught.__cause__) or caught
             found = None if _is_told(error) else self.culprit(error)
-            if found is None:
+            if found is None or (error is not caught and found[0].module.partition(".")[0] in str(caught)):
                 raise
             plugin, where = found
             get_logger(__name__).debug("Plugin %s failed %s.", plugin, while_doing, exc_info=error)
@@ -268,7 +270,7 @@ def calling(entry: Entry) -> AbstractContextManager[None]:
 
 
 def make(entry: Entry, wanted: type[T], *arguments: Any, **options: Any) -> T:
-    """Load `entry` and call it. Raises `PluginError` naming it where that fails, or gives something else than a `wanted`."""
+    """Load `entry` and call it. Raises `PluginError` naming it where that fails, or what it gives is not what `wanted` says."""
     with calling(entry):
         made = entry.resolve()(*arguments, **options)
     if not isinstance(made, wanted):
@@ -276,6 +278,9 @@ def make(entry: Entry, wanted: type[T], *arguments: Any, **options: Any) -> T:
             f"{entry} makes {'nothing' if made is None else f'a {type(made).__name__}'}; it has to make a "
             f"{wanted.__module__}.{wanted.__qualname__}. {FIX_IT}"
         )
+    for name, kind in vars(wanted).get("__annotations__", {}).items():
+        if kind in _PLAIN and not isinstance(value := getattr(made, name, None), _PLAIN[kind]):
+            raise PluginError(f"{entry} makes a {type(made).__name__} whose {name} is {value!r}. {FIX_IT}")
     return made
 
 
@@ -342,10 +347,9 @@ def load_plugins(*, only: Sequence[str] | None = None) -> Plugins:
         plugin.load_s = time.perf_counter() - began
         if plugin.load_s > SLOW_LOAD_S and not plugin.is_builtin:
             get_logger(__name__).warning(
-                "Plugin %s takes %.1f s to import, in every process; put what is heavy behind its entries' load.",
-                plugin,
+                "Plugin %s takes %.1f s to import, in every process; put what is heavy behind its entries' load.", plugin,
                 plugin.load_s,
-            )
+            )  # fmt: skip
         plugin.hooks = register(manager, module, name, plugin.distribution)
         loaded.append(plugin)
     return Plugins(manager, loaded, left_out)
@@ -357,9 +361,7 @@ def _telling_of_a_hang(plugin: LoadedPlugin) -> Iterator[None]:
     if plugin.is_builtin:
         yield
         return
-    message = (
-        "Plugin %s is being imported (%s), for more than %.1f s by now. Should it never end: leave it out with %s."
-    )
+    message = "Plugin %s is being imported (%s), for more than %.1f s by now. If it never ends, leave it out with %s."
     arguments = (message, plugin, plugin.module, HANGING_LOAD_S, ENV_FILTER)
     timer = threading.Timer(HANGING_LOAD_S, get_logger(__name__).warning, arguments)
     timer.daemon = True

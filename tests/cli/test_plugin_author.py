@@ -114,6 +114,70 @@ def test_a_plugin_that_breaks_its_interface_fails_with_the_reason(tmp_path):
     assert "every request gets its tokens" in failed[0] and "two requests have the same rank" in failed[0]
 
 
+SEVERAL_PLUGIN = """
+from pelton import hookimpl
+from pelton.entries import Entry, OpEntry, StatLoggerEntry
+
+PELTON_API = ">=1,<2"
+
+@hookimpl
+def pelton_ops(device_type):
+    return [OpEntry(name="of_own_form", op="linear", load="several.parts:OwnForm")] if device_type == "cpu" else []
+
+@hookimpl
+def pelton_draft_proposers():
+    return [Entry(name="again", load="several.parts:Again")]
+
+@hookimpl
+def pelton_stat_loggers():
+    return [StatLoggerEntry(name="counts", load="several.parts:Counts")]
+"""
+SEVERAL_PARTS = """
+from pelton.spec_decode.drafter import Drafter
+
+class OwnForm:
+    handles = frozenset({"weight_format", "has_bias"})
+
+    @staticmethod
+    def unsupported(needs):
+        return [] if needs.linear.weight_format == "own" else ["another weight format"]
+
+    @staticmethod
+    def bind(needs, tensors):
+        return lambda x: x
+
+class Again(Drafter):
+    def load_weights(self): ...
+    def follow(self, step): ...
+    def draft(self, rows): ...
+
+class Counts:
+    def __init__(self, config, engine_index=0): ...
+    def record(self, scheduler_stats, iteration_stats): ...
+    def log(self): ...
+    def engine_started(self, info):
+        self.name = info.no_such_field
+"""
+
+
+def test_what_an_author_has_to_write_is_said_by_its_name(tmp_path):
+    """An op for a weight format of its own fails nothing, and a stat logger that fails at the start does."""
+    package(tmp_path, "several", plugin=SEVERAL_PLUGIN, parts=SEVERAL_PARTS)
+    lines = check(tmp_path, "several").stdout.splitlines()
+    (op,) = (line for line in lines if "ops of_own_form" in line and "load" not in line)
+    assert op.startswith("skip") and "pelton.testing.ops.OpConformance with op, implementation and cases" in op
+    (drafter,) = (line for line in lines if "draft_proposers again" in line)
+    assert drafter.startswith("skip") and "pelton.testing.draft_proposer.DrafterConformance with model" in drafter
+    (failed,) = (line for line in lines if line.startswith("FAIL"))
+    assert "an engine found when it started" in failed and "no_such_field" in failed
+
+
+def test_new_renames_what_is_in_capitals_too(written):
+    for folder in written.values():
+        for file in folder.rglob("*.py"):
+            assert "SKELETON" not in file.read_text(), file
+
+
 @pytest.mark.parametrize(
     "plugin, line",
     [

@@ -189,6 +189,151 @@ def test_logits_of_another_width_are_told(install, checkpoint):
     assert "Model.compute_logits gives [1, 7] for one row; it has to be [1, 320]" in start(checkpoint)
 
 
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("return super().compute_logits(*args).bfloat16()", "gives torch.bfloat16; it has to be torch.float32"),
+        ("pass", "gives None; it has to give a tensor"),
+    ],
+)
+def test_logits_that_kernels_would_read_as_something_else_are_told(install, checkpoint, body, words):
+    entry = "ModelEntry(name='mine', load='acme_plugin:Model', architectures=('LlamaForCausalLM',), priority=99)"
+    install(MODEL.format(method="compute_logits", body=body) + hook("pelton_models", entry))
+    assert f"acme_plugin:Model.compute_logits {words}" in start(checkpoint)
+
+
+def test_what_a_model_returns_is_blamed_on_it_where_a_base_class_of_ours_raises(install, checkpoint):
+    entry = "ModelEntry(name='mine', load='acme_plugin:Model', architectures=('LlamaForCausalLM',), priority=99)"
+    install(MODEL.format(method="forward", body="return None") + hook("pelton_models", entry))
+    message = start(checkpoint)
+    assert message.startswith("Plugin acme_plugin (acme_plugin 0.3) fails ")
+    assert "(in pelton.layers.decoder:Decoder.compute_logits, line " in message
+
+
+BACKEND = """
+from pelton_backends.sdpa.backend import SDPABackend
+from pelton.attention.interface import AttentionBackend
+class Backend({base}):
+    name = "mine"
+    {body}
+    @classmethod
+    def unsupported(cls, needs, capability=None):
+        return []
+"""
+
+
+@pytest.mark.parametrize(
+    "base, body, words",
+    [
+        ("SDPABackend", "bind = nothing", "bind of <class 'acme_plugin.Backend'> gives None, not a BoundAttention"),
+        (
+            "AttentionBackend",
+            "",
+            f"Backend 'mine' (acme_plugin:Backend {NAMED}) fails: TypeError: it lacks build",
+        ),
+    ],
+    ids=["bind-gives-nothing", "abstract"],
+)
+def test_an_attention_backend_that_is_not_whole(install, checkpoint, base, body, words):
+    entry = "BackendEntry(name='mine', load='acme_plugin:Backend', priority=99)"
+    install(BACKEND.format(base=base, body=body) + hook("pelton_attention_backends", entry, "device_type"))
+    assert words in start(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("device = lambda self, local_rank: 'cpu'", "TypeError: device() gives 'cpu', not a torch.device"),
+        ("default_max_num_seqs = '16'", f"{NAMED}) makes a Mine whose default_max_num_seqs is '16'"),
+        ("device_type = None", f"{NAMED}) makes a Mine whose device_type is None"),
+    ],
+)
+def test_a_platform_that_says_nonsense(install, checkpoint, body, words):
+    entry = "PlatformEntry(name='mine', load='acme_plugin:Mine', priority=99, probe=lambda: None)"
+    install(PLATFORM.format(body=body) + hook("pelton_platforms", entry))
+    message = start(checkpoint, device="mine")
+    assert message.startswith("Platform 'mine'") and words in message
+
+
+def test_an_op_whose_bind_gives_nothing(install, checkpoint):
+    body = "\nclass Op:\n    handles = ()\n    unsupported = staticmethod(lambda needs: [])\n    bind = staticmethod(nothing)\n"
+    entry = "OpEntry(name='mine', op='linear', load='acme_plugin:Op', priority=99)"
+    install(body + hook("pelton_ops", entry, "device_type"))
+    message = start(checkpoint)
+    assert message.startswith(f"Op 'mine' (acme_plugin:Op {NAMED}) fails: TypeError: bind gives None")
+
+
+def test_a_fused_op_that_is_something_else(install, checkpoint):
+    install(hook("pelton_fused_ops", "Entry(name='mine', load='acme_plugin:boom')"))
+    message = start(checkpoint)
+    assert message.startswith(f"pelton_fused_ops 'mine' (acme_plugin:boom {NAMED}) is a function, not a FusedOp")
+
+
+@pytest.mark.parametrize("half, wanted", [("for_scheduler", "SchedulerConnector"), ("for_worker", "WorkerConnector")])
+def test_a_kv_connector_without_one_of_its_halves(install, checkpoint, half, wanted):
+    body = "\nfrom pelton_plugins.kv_connectors.shared_storage import SharedStorage\n"
+    body += f"class Mine(SharedStorage):\n    {half} = staticmethod(nothing)\n"
+    install(body + hook("pelton_kv_connectors", "Entry(name='mine', load='acme_plugin:Mine')"))
+    settings = {"kv_connector": "mine", "kv_connector_extra_config": {"shared_storage_path": checkpoint}}
+    message = start(checkpoint, kv_transfer_config=settings)
+    assert message.startswith(f"The KV connector 'mine' gives None from {half}; it has to give a {wanted}")
+
+
+QUANTIZATION = """
+from pelton.quantization.plain import PlainWeights
+class Mine(PlainWeights):
+    name = "mine"
+    def __init__(self, config, model): pass
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    "body, place",
+    [
+        ("def create(self, *args, **kwargs): boom()", "create"),
+        (
+            "def expect(self, config, shard, target): config.weights.expect(shard.name + '.weight', None, target, fill=boom)",
+            "boom",
+        ),
+    ],
+    ids=["create", "fill"],
+)
+def test_a_quantization_method_that_raises_is_not_the_models_fault(install, checkpoint, body, place):
+    install(
+        QUANTIZATION.format(body=body)
+        + hook("pelton_quantization_methods", "Entry(name='mine', load='acme_plugin:Mine')")
+    )
+    message = start(checkpoint, quantization="mine")
+    assert message.startswith("Plugin acme_plugin (acme_plugin 0.3) fails when the executor starts: RuntimeError: boom")
+    assert "config.json" not in message
+
+
+def test_a_factory_of_a_quantization_method_that_gives_nothing(install, checkpoint):
+    install(hook("pelton_quantization_methods", "Entry(name='mine', load='acme_plugin:nothing')"))
+    assert f"'mine' (acme_plugin:nothing {NAMED}) makes nothing; it has to make" in start(
+        checkpoint, quantization="mine"
+    )
+
+
+def test_a_draft_proposer_without_a_number_of_drafts(install, checkpoint):
+    body = "\nfrom pelton.spec_decode.interface import DraftProposer\nclass Mine(DraftProposer):\n"
+    body += "    def __init__(self, context): pass\n    def propose(self, request_id, token_ids): return []\n"
+    install(body + hook("pelton_draft_proposers", "Entry(name='mine', load='acme_plugin:Mine')"))
+    message = start(checkpoint, speculative_config={"method": "mine"})
+    assert f"{NAMED}) makes a Mine whose max_draft_tokens is None" in message
+
+
+def test_a_stat_logger_that_publishes_something_else_costs_the_others_nothing(install, checkpoint, caplog):
+    body = "\nclass Mine:\n    def __init__(self, config, engine_index=0): pass\n    record = log = nothing\n"
+    body += "    def snapshot(self): return {'a': 1}\n"
+    install(body + hook("pelton_stat_loggers", "StatLoggerEntry(name='mine', load='acme_plugin:Mine')"))
+    with LLM(model=checkpoint, **{**SMALL, "disable_log_stats": False}) as llm:
+        names = {metric.name for metric in llm.get_metrics()}
+    assert "pelton_num_requests_running" in names
+    assert "Stat logger 'mine' failed in snapshot_of()" in caplog.text
+
+
 def test_an_error_of_our_own_stays_what_it_is(checkpoint, monkeypatch):
     monkeypatch.setattr("pelton.engine.core.make_plan", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -259,6 +259,10 @@ def test_a_hook_that_returns_no_entries_names_its_plugin(install):
         ),
         ("name='mine', load=Entry", r"load of an entry of pelton_schedulers is <class '.*Entry'>; give text"),
         ("name='', load='a:B'", "name of an entry of pelton_schedulers is ''; give text"),
+        (
+            "name='mine', load='a:B', aliases='other'",
+            "aliases of an entry of pelton_schedulers is 'other'; give a tuple of texts",
+        ),
     ],
 )
 def test_an_entry_of_wrong_values_names_its_plugin(install, given, line):
@@ -266,6 +270,16 @@ def test_an_entry_of_wrong_values_names_its_plugin(install, given, line):
     install("odd", f"@hookimpl\ndef pelton_schedulers():\n    return [Entry({given})]\n")
     with pytest.raises(PluginError, match=rf"Plugin odd \(dist-odd 1\.2\): {line}"):
         load_plugins().entries("pelton_schedulers")
+
+
+def test_one_architecture_without_its_comma_is_told(install):
+    """A text would claim every architecture whose name is part of it."""
+    entry = "ModelEntry(name='mine', load='a:B', architectures=('MyLlamaForCausalLM'), priority=99)"
+    install("odd", f"from pelton.entries import ModelEntry\n@hookimpl\ndef pelton_models():\n    return [{entry}]\n")
+    with pytest.raises(
+        PluginError, match=r"architectures of an entry of pelton_models is 'MyLlama.*; give a tuple of texts"
+    ):
+        load_plugins().entries("pelton_models")
 
 
 # Who wins.

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
+import torch
 from pelton_e2e import generate, make_llm, make_prompts
 from pelton_pages import DOCS, blocks, command, commands, settings
 
@@ -22,9 +23,11 @@ from pelton.config import EngineConfig
 from pelton.config.plugin_settings import read_settings
 from pelton.entries import Entry, SettingsEntry
 from pelton.metrics.plugin_metrics import PluginMetrics
+from pelton.ops.interface import FUSED_OPS, LinearSpec, LinearWeights
 from pelton.plugins import load_plugins, register
 from pelton.testing.draft_proposer import DrafterConformance, DraftProposerConformance
 from pelton.testing.models import make_tiny_checkpoint
+from pelton.testing.ops import OpConformance, op_cases
 from pelton.testing.plugins import plugins_of
 
 RUN_ELSEWHERE = {"lora.md", "pooling.md"}
@@ -180,6 +183,42 @@ def test_the_settings_and_the_counter_of_the_plugins_page(monkeypatch: pytest.Mo
     names_of("plugins.md", 3, context=Context)
     [hits] = Context.metrics.take()
     assert (hits.name, hits.labels) == ("fair_hits", {"tenant": "a"})
+
+
+def test_the_comparison_with_transformers_of_the_plugins_page(tmp_path: Path) -> None:
+    found = names_of("plugins.md", 4, folder=tmp_path / "olmo2")
+    assert len(found["wanted"]) == 12
+
+
+def test_the_suite_for_a_weight_format_of_the_plugins_page() -> None:
+    """Over matrices of int8 numbers."""
+    reads: list[Any] = []
+
+    class Int8Linear:
+        handles = frozenset({"weight_format", "has_bias"})
+
+        @staticmethod
+        def unsupported(needs: Any) -> list[str]:
+            return [] if needs.linear.weight_format == "int8" else ["another format"]
+
+        @staticmethod
+        def bind(needs: Any, tensors: Any) -> Any:
+            reads.append(needs)
+            weight = tensors.linear.tensors["weight"].float()
+            return lambda x: torch.nn.functional.linear(x, weight, tensors.linear.bias)
+
+    def int8_weights(in_features: int, out_features: int, has_bias: bool) -> LinearWeights:
+        spec = LinearSpec(in_features=in_features, out_features=out_features, weight_format="int8", has_bias=has_bias)
+        numbers = torch.arange(out_features * in_features).view(out_features, in_features) % 7 - 3
+        return LinearWeights(spec, {"weight": numbers.to(torch.int8)}, torch.ones(out_features) if has_bias else None)
+
+    suite = names_of(
+        "plugins.md", 5, OpConformance=OpConformance, FUSED_OPS=FUSED_OPS, op_cases=op_cases, Int8Linear=Int8Linear,
+        int8_weights=int8_weights, Int8Reference=Int8Linear,
+    )["TestInt8Linear"]()  # fmt: skip
+    suite.test_gives_what_the_reference_gives()
+    suite.test_names_only_needs_that_there_are()
+    assert len(reads) == 12  # each case, and its reference
 
 
 def test_every_line_of_flags_on_the_command_line_page_is_read(tmp_path: Path) -> None:

@@ -90,4 +90,9 @@ async def test_the_resolver_is_found_by_the_hook_in_the_listed_order(
         resolvers("absent")
     with pytest.raises(PluginError, match="broken"):
         resolvers("broken")
+    module.__dict__["broken"] = lambda context: object()
+    with pytest.raises(
+        PluginError, match=r"broken.* makes a object; it has to make a pelton\.lora\.resolver\.LoRAResolver"
+    ):
+        resolvers("broken")
     assert make_resolvers(EngineConfig(), plugins(), INFO) == []

@@ -27,7 +27,6 @@ from triton.runtime.jit import JITFunction
 import pelton_backends
 import pelton_platforms
 from pelton.attention.interface import KVLayout
-from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import (
     AddNormLogitsNeeds,
@@ -40,6 +39,7 @@ from pelton.ops.interface import (
     PrepareInputsTensors,
 )
 from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, RoutingSpec
+from pelton.testing.paged_rows import page_views
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.prefill_hopper import HopperPrefill

@@ -43,7 +43,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pelton.attention.interface import KVLayout
-from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import (
     AddNormLogitsNeeds,
@@ -65,6 +64,7 @@ from pelton.ops.interface import (
 from pelton.ops.moe import RoutingSpec
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
 from pelton.sampling.logprobs import LogprobTensors
+from pelton.testing.paged_rows import page_views
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_backends.triton.attention import decode_resident, latent_hopper
 from pelton_backends.triton.attention.cascade import cascade_attention

@@ -12,7 +12,7 @@ from pelton.attention.interface import AttentionBackend, AttentionNeeds, KVLayou
 from pelton.attention.metadata import NO_CACHE
 from pelton.attention.phases import BackendChoice
 from pelton.errors import ConfigError
-from pelton.kv_cache.spec import FullAttentionSpec, KVCachePlan, KVCacheSpec
+from pelton.kv_cache.spec import KVCachePlan, KVCacheSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,9 +164,3 @@ def _zeros(num_bytes: int, build: BuildConfig) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=build.device)
     except (OSError, OverflowError, torch.OutOfMemoryError) as error:  # OverflowError: more than can be addressed
         raise MemoryError(str(error)) from error
-
-
-def page_views(memory: Tensor, num_blocks: int, spec: FullAttentionSpec, layout: KVLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values of one layer: see `FullAttentionSpec.views`."""
-    keys, values = spec.views(memory, num_blocks, layout)
-    return keys, values

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pelton.attention.bound import BoundAttention
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, PluginError
+from pelton.plugins import FIX_IT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +48,10 @@ def spread_needs(needs: AttentionNeeds, name: str, parallel: ParallelContext) ->
 
 def bind_layer(layer: Any, backend: AttentionBackend, parallel: ParallelContext) -> BoundAttention:
     """Return the attention of a layer with a cache: its backend's, or that over the ranks that share the cache."""
-    if parallel.context is None:
-        return backend.bind(layer)
-    return AttentionInParts(layer, backend.bind(_AllHeads(layer)), parallel.context)
+    bound = backend.bind(layer if parallel.context is None else _AllHeads(layer))
+    if not isinstance(bound, BoundAttention):
+        raise PluginError(f"bind of {type(backend)} gives {bound!r}, not a BoundAttention. {FIX_IT}")
+    return bound if parallel.context is None else AttentionInParts(layer, bound, parallel.context)
 
 
 class _AllHeads:

@@ -131,6 +131,8 @@ def _judge(
     with calling(entry):
         backend = configure(backend)
         reasons = refusals(backend, needs, capability)
+        if missing := getattr(backend, "__abstractmethods__", None):
+            raise TypeError(f"it lacks {', '.join(sorted(missing))}")
         reasons += [f"does not serve {phase}" for phase in sorted(phases - backend.phases)]
         if layout is not None and not reasons and backend.kv_layout(needs) != layout:
             reasons.append("its pages lie otherwise than the prefill backend's")

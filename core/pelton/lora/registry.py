@@ -141,6 +141,8 @@ class AdapterRegistry:
         for resolver_name, resolver in resolvers:
             try:
                 found = await resolver.resolve_lora(base_model, name)
+                if not isinstance(found, LoRARequest | None) or (found is not None and found.lora_name != name):
+                    raise TypeError(f"it gives {found!r}, not a LoRARequest of that name")
             except PeltonError:
                 raise
             except Exception:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
@@ -28,6 +28,7 @@ class ResolverContext:
     """What the model is called: the setting `model`, its folder's name, and the served names."""
 
 
+@runtime_checkable
 class LoRAResolver(Protocol):
     """`load` of an entry gives a factory from one `ResolverContext` to this."""
 

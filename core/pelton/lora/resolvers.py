@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from pelton.lora.resolver import LoRAResolver, ResolverContext
-from pelton.plugins import calling
+from pelton.plugins import make
 
 if TYPE_CHECKING:
     from pelton.config import EngineConfig
@@ -25,9 +25,7 @@ def make_resolvers(config: EngineConfig, plugins: Plugins, info: EngineInfo) -> 
         target_modules=info.report.adapter_modules,
         base_model_names=list(dict.fromkeys([model, PurePath(model).name, *(config.model.served_model_name or [])])),
     )
-    made: list[tuple[str, LoRAResolver]] = []
-    for name in config.lora.lora_resolvers:
-        entry = plugins.find("pelton_lora_resolvers", name, setting="lora_resolvers")
-        with calling(entry):
-            made.append((entry.name, entry.resolve()(context)))
-    return made
+    entries = [
+        plugins.find("pelton_lora_resolvers", name, setting="lora_resolvers") for name in config.lora.lora_resolvers
+    ]
+    return [(entry.name, make(entry, LoRAResolver, context)) for entry in entries]  # type: ignore[type-abstract]

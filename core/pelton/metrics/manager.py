@@ -91,10 +91,8 @@ class StatLoggers:
 
     def snapshot(self) -> list[Metric]:
         """The metrics of every logger that publishes, and of plugins in the engine's process."""
-        found: list[Metric] = []
-        for name, stat_logger in self.loggers.items():
-            if isinstance(stat_logger, OffersSnapshot):
-                found += self._guarded(name, stat_logger.snapshot) or ()
+        publishing = [(name, one) for name, one in self.loggers.items() if isinstance(one, OffersSnapshot)]
+        found = [metric for name, one in publishing for metric in self._guarded(name, snapshot_of, one) or ()]
         found += self._of_plugins.snapshot(metric.name for metric in found)
         return found + [metric for other in self._others.values() for metric in other.snapshot()]
 
@@ -112,9 +110,15 @@ class StatLoggers:
             logger.exception("Stat logger %r failed in %s(); later failures there are not shown.", name, method)
 
 
+def snapshot_of(stat_logger: OffersSnapshot) -> list[Metric]:
+    found = list(stat_logger.snapshot())
+    if not all(isinstance(metric, Metric) for metric in found):
+        raise TypeError(f"it gives {found!r}; expected metrics of pelton.metrics.snapshot")
+    return found
+
+
 def chosen_entries(plugins: Plugins) -> list[StatLoggerEntry]:
     """Every offered logger; the default ones are left out when a custom one says that it replaces them."""
     entries: list[StatLoggerEntry] = plugins.entries("pelton_stat_loggers")
-    if any(entry.replaces_defaults for entry in entries):
-        return [entry for entry in entries if not entry.is_default]
-    return entries
+    replaced = any(entry.replaces_defaults for entry in entries)
+    return [entry for entry in entries if not (replaced and entry.is_default)]

@@ -21,7 +21,7 @@ from pelton.model.weights import WeightMap
 from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
 from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
-from pelton.plugins import calling
+from pelton.plugins import make
 from pelton.quantization.interface import QuantizationMethod
 from pelton.quantization.plain import PlainWeights
 
@@ -208,6 +208,4 @@ def _quantization(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
         return PlainWeights()
     setting = "quantization" if named else "quantization (config.json's quant_method)"
     entry = plugins.find("pelton_quantization_methods", name, setting=setting)
-    with calling(entry):
-        method: QuantizationMethod = entry.resolve()(config, model)
-    return method
+    return make(entry, QuantizationMethod, config, model)  # type: ignore[type-abstract]

@@ -16,7 +16,7 @@ from pelton.config import EngineConfig
 from pelton.entries import Entry, OpEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.ops.interface import FUSED_OPS, FusedOp, LinearWeights, OpImplementation, optional_needs
-from pelton.plugins import calling
+from pelton.plugins import FIX_IT, calling
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,10 @@ class OpSelector:
         self._readers: dict[int, tuple[LinearWeights, list[Callable[..., Any]]]] = {}
         offered = list(entries)
         for declaration in declared:
-            op: FusedOp = declaration.resolve()
+            if not isinstance(op := declaration.resolve(), FusedOp):
+                raise PluginError(f"{declaration} is a {type(op).__name__}, not a FusedOp of pelton.ops. {FIX_IT}")
             if self._ops.setdefault(op.name, op) is not op:
-                raise PluginError(f"Fused op {op.name!r} is declared twice. Give yours a name of its own.")
+                raise PluginError(f"Fused op {op.name!r} is declared twice; {declaration} needs another name.")
             if op.reference is not None:
                 offered.append(OpEntry(name=f"reference.{op.name}", op=op.name, load=op.reference, priority=10))
         self._entries: dict[str, list[OpEntry]] = {name: [] for name in self._ops}
@@ -92,9 +93,9 @@ class OpSelector:
     def _bind(self, implementation: OpImplementation, needs: Any, tensors: Any) -> Callable[..., Any]:
         compose = getattr(implementation, "compose", None)
         if compose is not None:
-            composed: Callable[..., Any] = compose(needs, tensors, self.bind)
-            return composed
-        call = implementation.bind(needs, tensors)
+            return compose(needs, tensors, self.bind)  # type: ignore[no-any-return]
+        if not callable(call := implementation.bind(needs, tensors)):
+            raise TypeError(f"bind gives {call!r}, which is not callable")
         self._bound.append(call)
         if isinstance(weights := getattr(tensors, "linear", None), LinearWeights):
             self._readers.setdefault(id(weights), (weights, []))[1].append(call)

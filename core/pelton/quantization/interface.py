@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from pelton.ops.interface import LinearWeights
 
@@ -24,6 +24,7 @@ class LinearShard:
     padding: int = 0  # rows of zeros behind them
 
 
+@runtime_checkable
 class QuantizationMethod(Protocol):
     """Allocates a matrix's tensors in its own format and tells `config.weights` how to fill them."""
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, GraphSupport
-from pelton.attention.kv_cache import page_views
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
 from pelton.attention.phases import BackendChoice, Phased
 from pelton.attention.selector import AttentionSelector, Selection, refusals
@@ -25,7 +24,7 @@ from pelton.config import EngineConfig
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.layers.attention import AttentionLayer
 from pelton.testing.model_driver import make_test_build
-from pelton.testing.paged_rows import own_slots, put_together, scattered_tables, slots_of, step_metadata
+from pelton.testing.paged_rows import own_slots, page_views, put_together, scattered_tables, slots_of, step_metadata
 from pelton.testing.plugins import plugins_of
 
 if TYPE_CHECKING:

@@ -57,6 +57,7 @@ class LoRAResolverConformance:
             pytest.skip("known_name is not set")
         found = asyncio.run(resolver.resolve_lora(BASE_NAME, self.known_name))
         assert isinstance(found, LoRARequest) and Path(found.lora_path).is_dir()
+        assert found.lora_name == self.known_name, f"asked for {self.known_name!r}, it gives {found.lora_name!r}"
 
     def test_serves_requests_at_once(self, resolver: LoRAResolver) -> None:
         async def ask() -> list[LoRARequest | None]:

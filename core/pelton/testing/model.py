@@ -62,6 +62,7 @@ class ModelConformance:
         for logits in self.make().step(PROMPTS).values():
             assert logits.shape[1] == self.hf_config["vocab_size"]
             assert torch.isfinite(logits).all()
+            assert logits.dtype == torch.float32, f"compute_logits gives {logits.dtype}, not torch.float32"
 
     def test_reads_every_weight_that_it_asks_for(self) -> None:
         driven = self.make()
@@ -105,18 +106,21 @@ class QuantizationConformance:
     tolerance: ClassVar[float] = 0.5
     """Most that logits may differ from those of plain weights, as a share of their own spread."""
 
-    def make(self, *, is_plain: bool = False) -> ModelDriver:
+    def make(self, *, is_plain: bool = False, **hf_fields: Any) -> ModelDriver:
         model = tiny_model()
         fields: dict[str, Any] = {} if is_plain else {"quantization": type(self).factory(EngineConfig(), model)}
         architecture = find_model(load_plugins().entries("pelton_models"), model.architecture).resolve()
-        return drive(architecture, {**model.hf_config, "hidden_size": 64, "intermediate_size": 96}, **fields)
+        config = {**model.hf_config, "hidden_size": 64, "intermediate_size": 96, **hf_fields}
+        return drive(architecture, config, **fields)
 
     def test_has_a_name(self) -> None:
         name = type(self).factory(EngineConfig(), tiny_model()).name
         assert isinstance(name, str) and name
 
-    def test_logits_are_near_those_of_plain_weights(self) -> None:
-        found, plain = self.make().step(PROMPTS), self.make(is_plain=True).step(PROMPTS)
+    @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+    def test_logits_are_near_those_of_plain_weights(self, bias: bool) -> None:
+        fields = {"attention_bias": bias, "mlp_bias": bias}
+        found, plain = self.make(**fields).step(PROMPTS), self.make(is_plain=True, **fields).step(PROMPTS)
         for name in PROMPTS:
             assert torch.isfinite(found[name]).all()
             off = (found[name] - plain[name]).abs().max() / plain[name].std()

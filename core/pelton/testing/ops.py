@@ -88,17 +88,19 @@ class OpConformance:
 
     def served(self) -> list[OpCase]:
         """The cases whose needs and number of tokens the implementation takes."""
-        found = []
+        found, refused = [], {}
         for case in self.cases():
             assert isinstance(case.needs, self.op.needs), f"{case.name}: needs are a {type(case.needs).__name__}"
-            if reasons_against(self.implementation, case.needs):
+            if reasons := reasons_against(self.implementation, case.needs):
+                refused[case.name] = ", ".join(reasons)
                 continue
             token_range = getattr(self.implementation, "token_range", None)
             least, most = token_range(case.needs) if token_range else (0, None)
             if least <= case.num_tokens and (most is None or case.num_tokens <= most):
                 found.append(case)
         assert len(found) >= self.least_served, (
-            f"{len(found)} cases are served, at least {self.least_served} are wanted"
+            f"{len(found)} cases are served, at least {self.least_served} are wanted: override `cases` where yours are others. "
+            f"Refused: {refused}"
         )
         return found
 

@@ -108,6 +108,7 @@ class OutputParserConformance:
 
     def test_markers_are_texts(self) -> None:
         markers = self.parser_class.markers(self.context)
+        assert not isinstance(markers, str), f"markers is {markers!r}, one text; return a tuple of texts"
         assert markers is None or all(isinstance(marker, str) and marker for marker in markers)
         assert all(isinstance(text, str) and text for text in self.parser_class.reasoning_end)
 

@@ -8,7 +8,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from pelton.attention.interface import KVLayout
 from pelton.attention.metadata import CommonMetadata
+from pelton.kv_cache.spec import FullAttentionSpec
 
 
 def scattered_tables(lengths: Sequence[int], block_size: int, generator: torch.Generator) -> list[list[int]]:
@@ -72,3 +74,9 @@ def step_metadata(
         max_query_len=max(counts),
         max_seq_len=max(lengths),
     )
+
+
+def page_views(memory: Tensor, num_blocks: int, spec: FullAttentionSpec, layout: KVLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer: see `FullAttentionSpec.views`."""
+    keys, values = spec.views(memory, num_blocks, layout)
+    return keys, values

@@ -13,7 +13,8 @@ from typing import ClassVar
 import pytest
 
 from pelton.config import EngineConfig
-from pelton.metrics.interface import OffersSnapshot, StatLogger
+from pelton.messages.report import DeviceReport, EngineInfo
+from pelton.metrics.interface import OffersSnapshot, ReportsStart, StatLogger
 from pelton.metrics.snapshot import Counter, Gauge, Histogram
 from pelton.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
@@ -48,6 +49,19 @@ class StatLoggerConformance:
             logger.record(*some_stats(step))
         logger.record(None, IterationStats())
         assert time.perf_counter() - began < 31 * _MAX_RECORD_S, "record takes too long: it holds up answers"
+
+    def test_takes_what_an_engine_found_when_it_started(self, logger: StatLogger) -> None:
+        if not isinstance(logger, ReportsStart):
+            pytest.skip("has no engine_started")
+        report = DeviceReport(
+            device="cpu", platform="cpu", attention_backend="native", attention_reason="under test", weights_bytes=2**20
+        )
+        info = EngineInfo(
+            report=report, num_blocks=64, block_size=16, kv_cache_bytes=2**20, max_num_seqs=8,
+            max_num_batched_tokens=256, max_model_len=128,
+        )  # fmt: skip
+        logger.engine_started(info)
+        logger.engine_started(info)  # a dead engine came back
 
     def test_logs_with_and_without_anything_new(self, logger: StatLogger) -> None:
         logger.log()

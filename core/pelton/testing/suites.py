@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ class Suite:
     """From an entry and what it loads to the attributes of a subclass; None: an author has to write it."""
     needs: str = ""
     """What is missing for `body`: attributes that an author sets."""
+    by_hand: str = ""
+    """module:class of the suite that an author then subclasses, where it is another."""
 
     def resolve(self) -> type[Any]:
         module, _, name = self.load.partition(":")
@@ -52,12 +55,19 @@ def _attention(entry: Entry, loaded: Any) -> ClassBody:
 
 
 def _op(entry: Any, loaded: Any) -> ClassBody | None:
+    """Cases have plain weights: an implementation for a weight format of its own refuses them all, rightly."""
     from pelton.ops.interface import FUSED_OPS
-    from pelton.testing.ops import ops_with_cases
+    from pelton.ops.selector import reasons_against
+    from pelton.testing.ops import op_cases, ops_with_cases
 
     if entry.op not in ops_with_cases():
         return None
-    return {"op": FUSED_OPS[entry.op], "implementation": _configured(loaded)}
+    implementation = _configured(loaded)
+    if "weight_format" in getattr(implementation, "handles", ()):
+        with suppress(Exception):  # which the suite reports
+            if all(reasons_against(implementation, case.needs) for case in op_cases(entry.op)):
+                return None
+    return {"op": FUSED_OPS[entry.op], "implementation": implementation}
 
 
 def _made(method: str) -> Callable[[Entry, Any], ClassBody]:
@@ -83,7 +93,7 @@ def _kv_manager(entry: Entry, loaded: Any) -> ClassBody:
 
 
 def _proposer(entry: Entry, loaded: Any) -> ClassBody | None:
-    """A drafter, which workers make, needs a checkpoint."""
+    """A drafter, which workers make, needs a model."""
     from pelton.spec_decode.drafter import Drafter
 
     is_drafter = isinstance(loaded, type) and issubclass(loaded, Drafter)
@@ -93,7 +103,11 @@ def _proposer(entry: Entry, loaded: Any) -> ClassBody | None:
 SUITES: Mapping[str, Suite] = {
     "pelton_platforms": Suite("pelton.testing.platform:PlatformConformance", _set("platform_class")),
     "pelton_attention_backends": Suite("pelton.testing.attention:AttentionBackendConformance", _attention),
-    "pelton_ops": Suite("pelton.testing.ops:OpConformance", _op, "op, implementation and cases"),
+    "pelton_ops": Suite(
+        "pelton.testing.ops:OpConformance",
+        _op,
+        "op, implementation and cases, and the reference of a weight format of your own",
+    ),
     "pelton_step_kernels": Suite(
         "pelton.testing.step_kernel:StepKernelConformance", needs="kernel_class, model_class and hf_config"
     ),
@@ -131,7 +145,8 @@ SUITES: Mapping[str, Suite] = {
     "pelton_draft_proposers": Suite(
         "pelton.testing.draft_proposer:DraftProposerConformance",
         _proposer,
-        "model and speculative_config of a DrafterConformance",
+        "model and speculative_config",
+        "pelton.testing.draft_proposer:DrafterConformance",
     ),
     "pelton_kv_connectors": Suite(
         "pelton.testing.kv_connector:KVConnectorConformance", needs="connector and extra_config"
@@ -184,10 +199,12 @@ def suites_of(module: Any, plugins: Plugins, name: str) -> Plan:
             continue
         body = suite.body(offer, offer.resolve())
         if body is None:
-            without[label] = (
-                f"write a subclass of {suite.load.replace(':', '.')} with {suite.needs}, in the module that "
-                f"{MODULE_OF_SUITES} of the plugin names"
-            )
+            by_hand = suite.by_hand or suite.load
+            if by_hand not in bases:
+                without[label] = (
+                    f"write a subclass of {by_hand.replace(':', '.')} with {suite.needs}, in the module that "
+                    f"{MODULE_OF_SUITES} of the plugin names"
+                )
             continue
         body = {key: staticmethod(v) if _is_plain_function(key, v) else v for key, v in body.items()}
         classes[label] = type("TestIt", (suite.resolve(),), dict(body))

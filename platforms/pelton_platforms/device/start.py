@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pelton.errors import PluginError
+from pelton.kv_transfer.interface import WorkerConnector
 from pelton.kv_transfer.select import find_connector
 from pelton.logging import phase
+from pelton.plugins import FIX_IT
 from pelton_platforms.device.first_start import FirstStart
 from pelton_platforms.device.graphs.capture_plan import CaptureQueue, plan_captures
 from pelton_platforms.device.graphs.graph_setup import setup_graphs
@@ -62,7 +65,13 @@ class Start:
             found = find_connector(loaded.config, loaded.info, loaded.plugins, plan, rank=rank)
             if found is not None:
                 connector, context = found
-                runner.add_connector(context.name, connector.for_worker(context))
+                worker_half = connector.for_worker(context)
+                if not isinstance(worker_half, WorkerConnector):
+                    raise PluginError(
+                        f"The KV connector {context.name!r} gives {worker_half!r} from for_worker; it has to give a "
+                        f"WorkerConnector. {FIX_IT}"
+                    )
+                runner.add_connector(context.name, worker_half)
         return runner
 
     @torch.inference_mode()

@@ -52,6 +52,8 @@ class DeviceWorker(Worker):
             self.platform.init_device(self.config, self.rank)
             self.choices = take_settings(self.config, self.plugins, self.platform.device_type)
             self.device = self.platform.device(self.rank)
+        if not isinstance(self.device, torch.device):
+            raise TypeError(f"device() gives {self.device!r}, not a torch.device")
         check_dtype(self.model_info, self.platform)
 
     def load_model(self) -> None:

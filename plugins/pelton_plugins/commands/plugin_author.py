@@ -159,7 +159,8 @@ def _snake(name: str) -> str:
 def renamed(text: str, snake: str) -> str:
     """A skeleton's text under the name of a package."""
     camel = "".join(part.capitalize() for part in snake.split("_"))
-    return text.replace(PLACEHOLDER.capitalize(), camel).replace(PLACEHOLDER, snake)
+    text = text.replace(PLACEHOLDER.capitalize(), camel).replace(PLACEHOLDER.upper(), snake.upper())
+    return text.replace(PLACEHOLDER, snake)
 
 
 def _check(argv: list[str]) -> int:

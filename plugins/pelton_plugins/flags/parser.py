@@ -30,7 +30,7 @@ from pelton.config.engine import (
     flat_name,
 )
 from pelton.config.other_names import other_names, translated
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, PluginError
 from pelton_plugins.flags.help import help_text
 from pelton_plugins.flags.other_variables import unread
 from pelton_plugins.flags.settings_file import read_settings_file
@@ -75,7 +75,7 @@ def parse_flags(
             print(
                 help_text(
                     structs,
-                    positional=positional,
+                    positional=parser.positional.flat if parser.positional else None,
                     program=program or env.PROGRAM.get(),
                     doc=doc,
                     only=only,
@@ -104,10 +104,20 @@ class _Parser:
         for short, long in SHORT_FLAGS.items():
             if long in self.section_flags:
                 self.section_flags[short] = self.section_flags[long]
-        self.positional = self.by_flat[positional] if positional else None
+        self.positional = self._field_of(positional)
         self.given: dict[tuple[str, str, str], tuple[Any, str]] = {}  # (owner, section, field) -> (value, spelling)
         self.plugin_config: dict[str, dict[str, Any]] = {}
         self.config_file: str | None = None
+
+    def _field_of(self, positional: str | None) -> Flag | None:
+        """The engine's `model` is meant unless a command says otherwise: one without the engine's flags may have none."""
+        if positional is None or (positional == "model" and positional not in self.by_flat):
+            return None
+        if positional not in self.by_flat:
+            raise PluginError(
+                f"parse_flags has positional={positional!r}; fields are {', '.join(sorted(self.by_flat)) or 'none'}."
+            )
+        return self.by_flat[positional]
 
     # Reading the command line.
 

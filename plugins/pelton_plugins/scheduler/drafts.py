@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import TYPE_CHECKING
 
 from pelton.errors import EngineError
@@ -63,6 +63,7 @@ class Payoff:
 class Drafts:
     def __init__(self, context: SchedulerContext) -> None:
         self._proposer = context.proposer
+        self._has_failed = False  # which is told once
         self._num_on_device = context.num_draft_tokens
         self._vocab_size = context.vocab_size
         self._min_rate = context.min_acceptance_rate
@@ -149,11 +150,17 @@ class Drafts:
 
     def _propose(self, proposer: DraftProposer, request: RequestState) -> list[int]:
         try:
-            drafts = proposer.propose(request.request_id, request.token_ids)
+            proposed = proposer.propose(request.request_id, request.token_ids)
+            drafts = [index(token) for token in proposed[: proposer.max_draft_tokens]]
         except Exception:
-            logger.exception("The draft proposer failed for %s; it goes on without drafts.", request.request_id)
+            if not self._has_failed:
+                self._has_failed = True
+                made_by = f"{type(proposer).__module__}:{type(proposer).__qualname__}"
+                logger.exception(
+                    "The draft proposer %s gives no list of token ids; %s goes on without drafts. Later failures are not shown.",
+                    made_by, request.request_id,
+                )  # fmt: skip
             return []
-        drafts = drafts[: proposer.max_draft_tokens]
         bad = next((i for i, token in enumerate(drafts) if not 0 <= token < self._vocab_size), len(drafts))
         if not drafts and self._min_rate:
             request.draft_rate -= _NO_MATCH_WEIGHT * request.draft_rate

@@ -6,13 +6,17 @@ Without a connector nothing is ever transferred, and everything here says so.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pelton.errors import EngineError, PeltonError, PluginError
 from pelton.kv_cache.interface import BlockIds, KVCacheManager
 from pelton.kv_transfer.interface import SchedulerConnector, TransferEnd
 from pelton.messages.request import EngineRequest
 from pelton.messages.step import ModelOutput
 from pelton.metrics.stats import KV_FETCH_STAGES
+from pelton.plugins import FIX_IT
 from pelton.scheduler.request import RequestStatus
 from pelton_plugins.scheduler.request import RequestState
 
@@ -25,7 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 class KVTransfers:
-    def __init__(self, connector: SchedulerConnector | None, kv: KVCacheManager, *, num_groups: int) -> None:
+    def __init__(
+        self, connector: SchedulerConnector | None, kv: KVCacheManager, *, num_groups: int, named: str | None = None
+    ) -> None:
+        """named: the connector in the settings."""
+        if (named or connector is not None) and not isinstance(connector, SchedulerConnector):
+            raise PluginError(
+                f"The KV connector {named!r} gives {connector!r} from for_scheduler; it has to give a SchedulerConnector. {FIX_IT}"
+            )
         self._connector = connector
         self._kv = kv
         self._num_groups = num_groups
@@ -48,6 +59,21 @@ class KVTransfers:
             self._has_news or (not num_open and (self.holds_blocks or table.is_receiving()))
         )
 
+    @contextmanager
+    def _named(self, method: str) -> Iterator[None]:
+        """Around a call of the connector: what fails there says so to the client, and is logged in full."""
+        try:
+            yield
+        except PeltonError:
+            raise
+        except Exception as error:
+            assert self._connector is not None
+            made_by = f"{type(self._connector).__module__}:{type(self._connector).__qualname__}"
+            logger.exception("The KV connector %r (%s) failed in %s.", self._connector.name, made_by, method)
+            raise EngineError(
+                f"The KV connector {self._connector.name!r} ({made_by}) failed in {method}: {type(error).__name__}: {error}"
+            ) from error
+
     # Towards a request.
 
     def check(self, request: EngineRequest) -> None:
@@ -58,7 +84,8 @@ class KVTransfers:
     def note_valid(self, request: RequestState) -> None:
         """Note that the first token since its start has come back: what was computed for it until then is finite."""
         if self._connector is not None:
-            self._connector.request_computed(request.request_id)
+            with self._named("request_computed"):
+                self._connector.request_computed(request.request_id)
 
     def may_bring(self, request: RequestState) -> bool:
         """Return whether a connector is asked for the request's KV."""
@@ -68,7 +95,8 @@ class KVTransfers:
         """Tokens that can be brought after the first `num_local`, and whether they come later. None: ask again."""
         if self._connector is None or not self.may_bring(request):
             return 0, False
-        matched, is_later = self._connector.num_matched_tokens(request.request, num_local)
+        with self._named("num_matched_tokens"):
+            matched, is_later = self._connector.num_matched_tokens(request.request, num_local)
         if matched is None:
             self._undecided.add(request.request_id)
             return None, False
@@ -78,7 +106,8 @@ class KVTransfers:
     def bring(self, request: RequestState, block_ids: BlockIds, num_external: int) -> None:
         """With the step that is being made."""
         assert self._connector is not None
-        self._connector.after_allocation(request.request, block_ids, num_external)
+        with self._named("after_allocation"):
+            self._connector.after_allocation(request.request, block_ids, num_external)
 
     def bring_later(
         self, request: RequestState, cached: BlockIds | None, num_local: int, num_external: int, step: StepBuilder
@@ -116,7 +145,11 @@ class KVTransfers:
             return
         self._has_news = False
         try:
-            step.output.extensions = {self._connector.name: self._connector.build_metadata(step.output)}
+            with self._named("build_metadata"):
+                metadata = self._connector.build_metadata(step.output)
+                if not isinstance(metadata, bytes):
+                    raise TypeError(f"it gives {metadata!r}, not bytes")
+            step.output.extensions = {self._connector.name: metadata}
         except Exception as error:  # without it the workers would compute on KV that is not there
             for request in step.requests:
                 table.fail(request, error, "describing the KV transfer of")

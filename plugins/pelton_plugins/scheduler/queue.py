@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from typing import Any
 
+from pelton.errors import EngineError
 from pelton.scheduler.policy import SchedulingPolicy
 from pelton_plugins.scheduler.request import RequestState
+
+logger = logging.getLogger(__name__)
 
 
 class RequestQueue:
@@ -26,11 +30,21 @@ class RequestQueue:
         return request_id in self._tickets
 
     def push(self, request: RequestState) -> None:
+        """Raises `EngineError`, with nothing pushed, where the policy fails."""
         ticket = self._next_ticket
         self._next_ticket += 1
+        try:
+            heapq.heappush(self._heap, (self._policy.queue_rank(request), ticket, request))
+        except Exception as error:
+            self._heap = [entry for entry in self._heap if entry[1] != ticket]  # a rank that compares with no other
+            heapq.heapify(self._heap)
+            made_by = f"{type(self._policy).__module__}:{type(self._policy).__qualname__}"
+            logger.exception("The scheduling policy %s failed to rank %s.", made_by, request.request_id)
+            raise EngineError(
+                f"The scheduling policy {made_by} gives no rank that compares with others: {type(error).__name__}: {error}"
+            ) from error
         self._live[ticket] = request
         self._tickets[request.request_id] = ticket
-        heapq.heappush(self._heap, (self._policy.queue_rank(request), ticket, request))
 
     def peek(self) -> RequestState | None:
         heap = self._heap

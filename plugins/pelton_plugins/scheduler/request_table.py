@@ -64,12 +64,13 @@ class RequestTable:
         self._has_finished_rows = False  # in `running`
 
     def add(self, request: RequestState, now: float) -> None:
+        """Raises `EngineError`, and it was never here, where the policy fails."""
+        self.waiting.push(request)
         self.num_queued_reqs += 1
         self.num_queued_tokens += request.num_prompt_tokens
         self.num_grammars += request.request.sampling_params.structured_outputs is not None
         request.events.append(EngineEvent(EventType.QUEUED, now))
         self.requests[request.request_id] = request
-        self.waiting.push(request)
 
     def defer(self, request: RequestState) -> None:
         """Take it out of the queue until something happened."""

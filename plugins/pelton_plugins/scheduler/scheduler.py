@@ -99,7 +99,8 @@ class DefaultScheduler(Scheduler):
             num_side_slots=config.num_side_slots(context.max_num_seqs),
             steps_are_ordered=context.steps_are_ordered,
         )
-        self._transfers = KVTransfers(context.connector, kv_manager, num_groups=len(block_sizes))
+        named = None if context.engine_config is None else context.engine_config.kv_transfer.kv_connector
+        self._transfers = KVTransfers(context.connector, kv_manager, num_groups=len(block_sizes), named=named)
         drafts = Drafts(context)
         self._table = RequestTable(policy, self._allocations, self._transfers, drafts, context.clock)
         self._deadlines = Deadlines(self._table.requests)

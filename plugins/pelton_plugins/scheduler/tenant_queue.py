@@ -35,7 +35,11 @@ class TenantQueue(RequestQueue):
                 self._policy.arrived(tenant, self._tenants.keys())
                 found = self._tenants[tenant] = RequestQueue(self._policy)
             queue = found
-        queue.push(request)
+        try:
+            queue.push(request)
+        finally:
+            if queue is not self._preempted and not len(queue):
+                del self._tenants[request.request.tenant]
         self._queue_of[request.request_id] = queue
 
     def peek(self) -> RequestState | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, EngineError, PeltonError
 from pelton.logging import get_logger
 from pelton.parsing.interface import (
     Arguments,
@@ -20,9 +21,11 @@ from pelton.parsing.interface import (
     ParserContext,
     ToolCall,
 )
+from pelton.plugins import calling
 from pelton_plugins.server.config import ServerConfig
 
 if TYPE_CHECKING:
+    from pelton.entries import Entry
     from pelton.plugins import Plugins
     from pelton_plugins.server.http_metrics import HttpMetrics
 
@@ -43,8 +46,12 @@ class Parsers:
         self._plugins = plugins
         self._metrics = metrics
         self._tool_name = config.tool_call_parser or CHECKPOINTS_OWN
-        self.tool = self._tool(config.tool_call_parser)
-        self.reasoning = self._reasoning(config.reasoning_parser)
+        self.tool: ParserClass | None = None
+        self.reasoning: ParserClass | None = None
+        if (name := config.tool_call_parser) is not None:
+            self.tool = checked(plugins.find("pelton_tool_parsers", name, setting="tool_call_parser"))
+        if (name := config.reasoning_parser) is not None:
+            self.reasoning = checked(plugins.find("pelton_reasoning_parsers", name, setting="reasoning_parser"))
         self._allows_auto = config.enable_auto_tool_choice is not False
         if config.enable_auto_tool_choice and config.tool_call_parser is None:
             self._needs_template = True
@@ -54,17 +61,8 @@ class Parsers:
         self._is_ready = False
         self._special: dict[frozenset[str] | None, re.Pattern[str] | None] = {}
 
-    def _tool(self, name: str | None) -> ParserClass | None:
-        if name is None:
-            return None
+    def _tool(self, name: str) -> ParserClass:
         found: ParserClass = self._plugins.find("pelton_tool_parsers", name, setting="tool_call_parser").resolve()
-        return found
-
-    def _reasoning(self, name: str | None) -> ParserClass | None:
-        if name is None:
-            return None
-        entry = self._plugins.find("pelton_reasoning_parsers", name, setting="reasoning_parser")
-        found: ParserClass = entry.resolve()
         return found
 
     def of_model(self, llm: Any) -> Parsers:
@@ -74,7 +72,6 @@ class Parsers:
         self._template = read_template(getattr(llm.model, "tokenizer_path", None))
         if self._template is not None:
             own = self._tool(CHECKPOINTS_OWN)
-            assert own is not None
             own(ParserContext(response_template=self._template))
             self.tool, self.reasoning = self.tool or own, self.reasoning or own
         elif self._needs_template:
@@ -97,9 +94,7 @@ class Parsers:
         if tools == "auto" and self.tool is not None:
             chain = [self.tool] if self.tool.reads_reasoning else [*chain, self.tool]
         if tools == "required":
-            forced = self._tool(FORCED)
-            assert forced is not None
-            chain = [*chain, forced]
+            chain = [*chain, self._tool(FORCED)]
         if not chain:
             return None
         reads_calls = tools == "required" or (tools == "auto" and self.tool is not None)
@@ -121,6 +116,21 @@ class Parsers:
             pattern = re.compile("|".join(map(re.escape, others)) or r"(?!)")
         self._special[wanted] = pattern
         return pattern
+
+
+def checked(entry: Entry) -> ParserClass:
+    """Return what a parser's entry loads. Raises `PluginError` for a class that could read no answer."""
+    with calling(entry):
+        found: ParserClass = entry.resolve()
+        if not (isinstance(found, type) and issubclass(found, OutputParser)):
+            raise TypeError(f"it is {found!r}, not a class made from pelton.parsing.interface.OutputParser")
+        if found.__abstractmethods__:
+            raise TypeError(f"it lacks {', '.join(sorted(found.__abstractmethods__))}")
+        if entry.name != CHECKPOINTS_OWN:  # which is made for a checkpoint
+            markers = found.markers(ParserContext())
+            if isinstance(markers, str) or not all(isinstance(marker, str) for marker in markers or ()):
+                raise TypeError(f"its markers are {markers!r}, not a list of texts")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +157,26 @@ class AnswerPlan:
         return any(parser.ids_have_nine_characters for parser in self.chain)
 
 
+@contextmanager
+def _named(*parsers: type[Any]) -> Iterator[None]:
+    """Around a call of parsers: what one raises is logged in full, and told as its mistake."""
+    try:
+        yield
+    except PeltonError:
+        raise
+    except Exception as error:
+        names = ", ".join(f"{parser.__module__}:{parser.__qualname__}" for parser in parsers)
+        logger.exception("A parser of the answer failed: %s.", names)
+        raise EngineError(f"A parser of the answer failed ({names}). The server's log tells more.") from error
+
+
 class AnswerReader:
     """One answer: each parser is fed the content that the one before it leaves."""
 
     def __init__(self, plan: AnswerPlan, hidden: re.Pattern[str] | None = None) -> None:
         """hidden: texts of special tokens, which are dropped; each comes in one piece."""
-        self._parsers = [parser(plan.context) for parser in plan.chain]
+        with _named(*plan.chain):
+            self._parsers = [parser(plan.context) for parser in plan.chain]
         self._hidden = hidden
 
     def feed(self, text: str) -> list[Event]:
@@ -163,14 +187,17 @@ class AnswerReader:
     def finish(self) -> list[Event]:
         found: list[Event] = []
         for index, parser in enumerate(self._parsers):
-            found += self._through(parser.finish(), index + 1)
+            with _named(type(parser)):
+                events = list(parser.finish())
+            found += self._through(events, index + 1)
         return found
 
     def _through(self, events: Iterable[Event], index: int) -> list[Event]:
         for parser in self._parsers[index:]:
             left: list[Event] = []
-            for event in events:
-                left += parser.feed(event.text) if isinstance(event, Content) else [event]
+            with _named(type(parser)):
+                for event in events:
+                    left += parser.feed(event.text) if isinstance(event, Content) else [event]
             events = left
         return list(events)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pelton.attention.interface import AttentionNeeds, GraphSupport, KVLayout
-from pelton.attention.kv_cache import page_views
 from pelton.attention.metadata import BatchDescriptor
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.testing.attention import CASES, AttentionBackendConformance, AttentionCase, AttentionStep
+from pelton.testing.paged_rows import page_views
 from pelton_backends.native import build, library
 from pelton_backends.native.backend import NativeBackend
 from pelton_backends.native.encoder import NativeEncoderBackend

@@ -12,9 +12,9 @@ import triton.language as tl
 from pelton_covering import in_turn
 
 from pelton.attention.interface import KVLayout
-from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
+from pelton.testing.paged_rows import page_views
 from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
 from pelton_backends.triton.attention import decode_shares
 from pelton_backends.triton.attention.decode import NewTokens, NormRope, decode_attention

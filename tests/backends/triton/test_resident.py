@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from pelton.attention.interface import KVLayout
-from pelton.attention.kv_cache import page_views
 from pelton.attention.metadata import BatchDescriptor
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import NormSpec, QkNormRopeWriteKvNeeds, QkNormRopeWriteKvTensors
 from pelton.testing.attention import AttentionCase, AttentionStep
+from pelton.testing.paged_rows import page_views
 from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
 from pelton_backends.triton import backend
 from pelton_backends.triton.attention import decode_resident

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pelton.attention.interface import KVLayout
-from pelton.attention.kv_cache import page_views
 from pelton.kv_cache.spec import FullAttentionSpec
 from pelton.ops.interface import (
     NormSpec,
@@ -19,6 +18,7 @@ from pelton.ops.interface import (
     QkNormRopeWriteKvTensors,
 )
 from pelton.ops.speculation import LookupDraftsNeeds, LookupDraftsTensors, VerifyNeeds, VerifyTensors
+from pelton.testing.paged_rows import page_views
 from pelton.worker.inputs import InputBuffers, StepShape
 from pelton_backends.reference.ops import ReferenceQkNormRopeWriteKv
 from pelton_backends.reference.speculation import ReferenceLookupDrafts, ReferenceVerify

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pelton.attention.interface import KVLayout
-from pelton.attention.kv_cache import page_views
 from pelton.errors import ConfigError
 from pelton.kv_cache.spec import FullAttentionSpec
+from pelton.testing.paged_rows import page_views
 
 SPEC = FullAttentionSpec(block_size=4, num_kv_heads=3, head_dim=8, dtype="float32")
 

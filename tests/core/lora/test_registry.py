@@ -113,6 +113,16 @@ async def test_a_resolver_that_breaks_leaves_the_name_to_the_next(caplog):
     assert "LoRA resolver broken failed" in caplog.text
 
 
+@pytest.mark.parametrize("found", ["/sql", LoRARequest("base", 1, "/sql")], ids=["text", "another-name"])
+async def test_a_resolver_that_finds_something_else_leaves_the_name_to_the_next(found, caplog):
+    """It is not the client's mistake; and an adapter of another name would be served as that, the model's own too."""
+    broken, good = Resolver({"sql": found}), Resolver({"sql": LoRARequest("sql", 1, "/sql")})
+    adapters = registry()
+    await adapters.resolve("sql", "base", [("broken", broken), ("good", good)], Engine())
+    assert "LoRA resolver broken failed" in caplog.text and "not a LoRARequest of that name" in caplog.text
+    assert set(adapters.served) == {"sql"}
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

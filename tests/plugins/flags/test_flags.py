@@ -13,7 +13,7 @@ import pytest
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.config.engine import FIELD_HOME, SECTIONS
 from pelton.config.field_docs import field_docs
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, PluginError
 from pelton_plugins.flags import parse_flags
 from pelton_plugins.flags.help import help_text
 from pelton_plugins.flags.table import SHORT_FLAGS, make_flags
@@ -438,6 +438,20 @@ def test_vllms_names_in_a_file(tmp_path):
 def test_a_command_without_an_engine_has_no_flags_of_vllms():
     with pytest.raises(ConfigError, match="Unknown flag --swap-space"):
         parse_flags(["--swap-space", "0"], [ShopConfig], positional=None, environ={}, engine=False)
+
+
+def test_a_command_without_an_engine_need_not_say_that_it_has_no_model(capsys):
+    assert parse_flags([], [ShopConfig], environ={}, engine=False).structs["ShopConfig"] == ShopConfig()
+    with pytest.raises(ConfigError, match="Unexpected argument 'x'"):
+        parse_flags(["x"], [ShopConfig], environ={}, engine=False)
+    with pytest.raises(SystemExit):
+        parse_flags(["--help"], [ShopConfig], program="shop", environ={}, engine=False)
+    assert "usage: shop [flags]" in capsys.readouterr().out
+
+
+def test_a_positional_that_no_struct_has_is_the_commands_mistake():
+    with pytest.raises(PluginError, match="positional='modle'; fields are "):
+        parse_flags([], [ShopConfig], positional="modle", environ={}, engine=False)
 
 
 def test_a_name_behind_a_switch_that_takes_names_is_its_value():

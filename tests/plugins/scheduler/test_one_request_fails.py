@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pelton.errors import EngineError
 from pelton.messages.outputs import FinishReason
 from pelton.sampling_params import StructuredOutputsParams
+from pelton.testing.fake_connector import FakeConnector
 from pelton.testing.fake_grammar import FakeGrammar, FakeGrammarBackend, FakeGrammarSource
 from pelton.testing.fake_model import FakeModel
 from pelton.testing.fake_proposer import FakeProposer
@@ -168,3 +170,68 @@ def test_a_step_without_rows_that_cannot_be_made_is_told():
     harness.add(make_request("a", 5, 6))
     with pytest.raises(RuntimeError, match="broken"):
         harness.launch()
+
+
+@pytest.mark.parametrize("said", [None, ["a"], [1.5, 2.5]], ids=str)
+@OVERLAPS
+def test_drafts_that_are_no_token_ids_cost_the_request_nothing(overlap, said, caplog):
+    proposer = FakeProposer(FakeModel(), 3)
+    proposer.propose = lambda request_id, token_ids: said
+    harness = Harness(proposer=proposer, max_steps_in_flight=overlap)
+    for name in ("a", "b"):
+        harness.add(make_request(name, 9, 12))
+    harness.run_and_check()
+    assert caplog.text.count("gives no list of token ids") == 1 and "FakeProposer" in caplog.text
+
+
+class UnevenPolicy(FCFSPolicy):
+    """Ranks of some requests are not to be had, or compare with no other."""
+
+    rank_of_bad = None
+
+    def rank(self, request):
+        if request.request_id != "bad":
+            return super().rank(request)
+        if self.rank_of_bad is None:
+            raise RuntimeError("broken")
+        return self.rank_of_bad
+
+
+@pytest.mark.parametrize("rank", [None, 7, ("text",)], ids=str)
+def test_a_policy_that_cannot_rank_a_request_leaves_nothing_of_it(rank):
+    policy = UnevenPolicy()
+    policy.rank_of_bad = rank
+    harness = Harness(policy=policy)
+    harness.add(make_request("a", 9, 12))
+    for _ in range(2):  # its id is free again
+        with pytest.raises(EngineError, match=r"The scheduling policy .*:UnevenPolicy gives no rank"):
+            harness.scheduler.add_request(make_request("bad", 9, 12))
+    harness.add(make_request("c", 9, 12))
+    harness.run_and_check()
+
+
+@pytest.mark.parametrize("method", ["num_matched_tokens", "after_allocation", "build_metadata"])
+def test_a_connector_that_raises_is_named_to_the_client(method):
+    connector = FakeConnector(lambda request: 8)
+    setattr(connector, method, lambda *args: 1 / 0)
+    harness = Harness(connector=connector)
+    harness.add(make_request("bad", 11, 5))
+    harness.run()
+    message = harness.outputs["bad"][-1].error.message
+    assert (
+        message.startswith("The KV connector ") and f":FakeConnector) failed in {method}: ZeroDivisionError" in message
+    )
+
+
+@pytest.mark.parametrize(
+    "method, said, words",
+    [("num_matched_tokens", 8, "cannot unpack"), ("build_metadata", {}, "it gives {}, not bytes")],
+)
+def test_a_connector_that_answers_nonsense_is_named_to_the_client(method, said, words):
+    connector = FakeConnector(lambda request: 8)
+    setattr(connector, method, lambda *args: said)
+    harness = Harness(connector=connector)
+    harness.add(make_request("bad", 11, 5))
+    harness.run()
+    message = harness.outputs["bad"][-1].error.message
+    assert f"failed in {method}: TypeError: " in message and words in message

@@ -3,14 +3,19 @@ they end, the events are those of the whole text."""
 
 from __future__ import annotations
 
+import json
+from typing import ClassVar
+
 import pytest
 from pelton_fake_server import RoutesOnly
 
-from pelton.parsing.interface import Arguments, Content, ParserContext, Reasoning, ToolCall
+from pelton.entries import Entry
+from pelton.errors import EngineError, PluginError
+from pelton.parsing.interface import Arguments, Content, OutputParser, ParserContext, Reasoning, ToolCall
 from pelton.testing.output_parser import merged
 from pelton_plugins.parsers.plugin import pelton_reasoning_parsers, pelton_tool_parsers
 from pelton_plugins.server.config import ServerConfig
-from pelton_plugins.server.parsing import AnswerReader, NamedReader, Parsers
+from pelton_plugins.server.parsing import AnswerPlan, AnswerReader, NamedReader, Parsers
 
 TOOLS = [
     {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
@@ -129,3 +134,73 @@ def test_calls_that_are_forced(reasoning):
 def test_channels(name):
     made = plan(reasoning_parser=name if name != "openai" else "openai_gptoss", tool_call_parser=name)
     check(lambda: AnswerReader(made), CHANNELS, [Reasoning("Hm, 2 < 3."), Content("I look."), *CALLED])
+
+
+class Broken(OutputParser):
+    """A parser of a plugin, with one method that fails."""
+
+    fails: ClassVar[str] = ""
+
+    def __init__(self, context):
+        self.fail("__init__")
+
+    @classmethod
+    def fail(cls, method):
+        if method == cls.fails:
+            raise KeyError("what the model said")
+
+    @classmethod
+    def markers(cls, context):
+        cls.fail("markers")
+        return ("[[",)
+
+    def feed(self, text):
+        self.fail("feed")
+        return [Content(text)] if self.fails != "none" else None
+
+    def finish(self):
+        self.fail("finish")
+        return []
+
+
+@pytest.mark.parametrize("fails", ["__init__", "feed", "none", "finish"])
+def test_a_parser_that_fails_is_named_and_what_it_says_is_for_the_log(fails, caplog, monkeypatch):
+    monkeypatch.setattr(Broken, "fails", fails)
+    with pytest.raises(EngineError) as caught:
+        reader = AnswerReader(AnswerPlan([Broken], ParserContext()))
+        reader.feed("a")
+        reader.finish()
+    assert str(caught.value).startswith(f"A parser of the answer failed ({__name__}:Broken).")
+    assert "what the model said" not in str(caught.value)
+    assert fails == "none" or "what the model said" in caplog.text
+
+
+class Half(OutputParser):
+    def feed(self, text):
+        return []
+
+
+class OneMarker(Broken):
+    @classmethod
+    def markers(cls, context):
+        return "[["
+
+
+@pytest.mark.parametrize(
+    "found, words",
+    [
+        (Half, "it lacks __init__, finish, markers"),
+        (json, "not a class made from pelton.parsing.interface.OutputParser"),
+        (OneMarker, r"its markers are '\[\[', not a list of texts"),
+        (type("Failing", (Broken,), {"fails": "markers"}), "KeyError: 'what the model said'"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
+def test_a_parser_that_could_read_no_answer_stops_the_start(found, words, setting, monkeypatch):
+    entry = Entry(name="mine", load="acme.parsers:Mine")
+    monkeypatch.setattr(Entry, "resolve", lambda self: found)
+    offered = RoutesOnly()
+    monkeypatch.setattr(offered, "find", lambda hook, name, **kwargs: entry)
+    with pytest.raises(PluginError, match=words) as caught:
+        Parsers(ServerConfig(**{setting: "mine"}), offered)
+    assert "'mine' (acme.parsers:Mine)" in str(caught.value)

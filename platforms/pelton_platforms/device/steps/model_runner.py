@@ -147,14 +147,23 @@ class ModelRunner:
         if not hasattr(self.model, "compute_logits"):
             return
         logits = self.model.compute_logits(hidden, self.buffers.token_index[:1])
-        if logits.shape != (1, self.state.vocab_size):
-            raise PluginError(
-                f"{type(self.model).__name__}.compute_logits gives {list(logits.shape)} for one row; it has to be [1, "
-                f"{self.state.vocab_size}], a number for each token of the vocabulary. {FIX_IT}"
-            )
+        self._check_logits(logits)
         result = torch.zeros(1, 2, dtype=torch.int32, device=self.state.device)
         for variant in variants:
             self.ops.sample(variant)(logits, slots[:1], result)
+
+    def _check_logits(self, logits: Tensor) -> None:
+        """Raise `PluginError` for what kernels cannot read as one row of float32."""
+        method = f"{type(self.model).__module__}:{type(self.model).__qualname__}.compute_logits"
+        if not isinstance(logits, torch.Tensor):
+            raise PluginError(f"{method} gives {logits!r}; it has to give a tensor. {FIX_IT}")
+        if logits.shape != (1, self.state.vocab_size):
+            raise PluginError(
+                f"{method} gives {list(logits.shape)} for one row; it has to be [1, {self.state.vocab_size}], a number for each "
+                f"token of the vocabulary. {FIX_IT}"
+            )
+        if logits.dtype != torch.float32:
+            raise PluginError(f"{method} gives {logits.dtype}; it has to be torch.float32. {FIX_IT}")
 
     def run_prompt_logprobs(self) -> None:
         """Logprobs of a prompt's one position, of nothing but zeros."""
