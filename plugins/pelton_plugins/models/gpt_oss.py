@@ -28,6 +28,7 @@ _NAMES = ExpertNames(router="router")
 _ALPHA = 1.702
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCK = 32  # numbers with one scale
+_MOST_EXPONENT = 127 + 64  # kernels decode to a float of eight bits' exponent, with room for sums
 _BIAS = 127  # of a scale's exponent
 
 
@@ -94,7 +95,7 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
             )  # fmt: skip
             expect(
                 f"{prefix}.{name}_proj_scales", (count, rows, blocks), tensors[f"{name}_scale"].data,
-                fill=partial(_fill_packed, put=put, held=held, repack=None),
+                fill=partial(_fill_scales, name=f"{prefix}.{name}_proj_scales", put=put, held=held),
             )  # fmt: skip
     elif _is_mxfp4(hf):
         gate_up, down = tensors["gate_up"].data, tensors["down"].data
@@ -137,6 +138,14 @@ def _fill_packed(
     for index, one in zip(held, target, strict=True):
         part = whole[index] if is_there else weight.read(0, index, index + 1)[0].to(target.device, torch.uint8)
         put(part if repack is None else repack(part), one.view(len(one), -1, _BLOCK // 2) if repack else one)
+
+
+def _fill_scales(weight: LazyWeight, target: Tensor, *, name: str, put: partial[None], held: Sequence[int]) -> None:
+    _fill_packed(weight, target, put=put, held=held, repack=None)
+    if target.numel() and target.max() > _MOST_EXPONENT:
+        raise ConfigError(
+            f"{name} has a scale of 2^{int(target.max()) - 127}; served are scales of up to 2^64. Use another checkpoint."
+        )
 
 
 def repacked_mxfp4(blocks: Tensor) -> Tensor:
