@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile
+from pelton_backends.triton.ops.moe.kernels import gated
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -207,19 +207,6 @@ def _factors(scales, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _activated(gate, up, LIMIT: gl.constexpr, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
-    """`kernels.gated`"""
-    if ACTIVATION == "swiglu_oai":
-        if LIMIT is not None:
-            gate = gl.minimum(gate, LIMIT)
-            up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
-        result = (gate / (1.0 + gl.exp(-1.702 * gate)) * (up + 1.0)).to(dtype)
-    else:
-        result = activated_tile(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION, dtype)
-    return result
-
-
-@gluon.jit
 def _column_of(place, first, IS_GATED: gl.constexpr):
     """Return the column of the result that a row of a tile is for. Of gate and up there are eight rows each in turns."""
     if IS_GATED:
@@ -336,7 +323,8 @@ def mxfp4_kernel(
         total += gl.load(cells, mask=column < SIZE, other=0.0).to(gl.float32)[:, None]
     if IS_GATED:
         gate, up = gl.split(gl.permute(gl.reshape(total, (M // 16, 2, 8, N)), (0, 2, 3, 1)))
-        result = _activated(gl.reshape(gate, (COLUMNS, N)), gl.reshape(up, (COLUMNS, N)), LIMIT, ACTIVATION, dtype)
+        gate, up = gl.reshape(gate, (COLUMNS, N)), gl.reshape(up, (COLUMNS, N))
+        result = gated(gate, up, LIMIT, ACTIVATION, dtype)
     else:
         result = total
     layout: gl.constexpr = result.type.layout
