@@ -389,6 +389,28 @@ def test_what_a_hook_returns_is_checked(install, body, message):
     assert message in str(caught.value) and "acme_plugin" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "hook_name, arguments, wanted",
+    [
+        ("pelton_worker_settings", "config, device_type", "names to texts"),
+        ("pelton_config_adjustments", "config", "names to (value, reason)"),
+    ],
+)
+def test_a_list_where_a_mapping_is_due_is_the_plugins_mistake(install, checkpoint, hook_name, arguments, wanted):
+    install(hook(hook_name, "3", arguments))
+    assert start(checkpoint) == (
+        f"Plugin 'acme_plugin' returns [3] from {hook_name}; return a mapping of {wanted}. Fix the plugin, or leave it out with "
+        "PELTON_PLUGINS."
+    )
+
+
+def test_a_choice_that_is_not_a_text_is_the_plugins_mistake(install, checkpoint):
+    install("\n@hookimpl\ndef pelton_worker_settings(config):\n    return {'colour': 3}\n")
+    assert start(checkpoint).startswith(
+        "Plugin 'acme_plugin' returns {'colour': 3} from pelton_worker_settings; return"
+    )
+
+
 def test_a_plugins_print_does_not_spoil_what_a_command_prints(install, capsys, tmp_path):
     """Not when it is imported, in its hooks, nor in what they name."""
     body = "@hookimpl\ndef pelton_models():\n    print('hello from the hook')\n    return []\n"
