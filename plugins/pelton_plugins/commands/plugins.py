@@ -21,9 +21,9 @@ from pelton.entries import Entry, PlatformEntry, SettingsEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.metrics.manager import chosen_entries
 from pelton.model.registry import find_model
-from pelton.platform.select import describe_platforms
 from pelton.plugins import GROUP, Offer, Plugins, load_plugins, register
 from pelton_plugins.commands import plugin_author
+from pelton_plugins.commands.platforms import describe_platforms
 from pelton_plugins.flags import parse_flags
 from pelton_plugins.flags.field_docs import field_docs
 
