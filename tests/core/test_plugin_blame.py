@@ -309,6 +309,28 @@ def test_a_quantization_method_that_raises_is_not_the_models_fault(install, chec
     assert "config.json" not in message
 
 
+def test_a_quantization_method_that_creates_nothing_is_not_the_models_fault(install, checkpoint):
+    install(
+        QUANTIZATION.format(body="create = nothing")
+        + hook("pelton_quantization_methods", "Entry(name='mine', load='acme_plugin:Mine')")
+    )
+    assert start(checkpoint, quantization="mine") == (
+        "Quantization method 'mine' (acme_plugin:Mine.create) gives None for model.embed_tokens; it has to give LinearWeights. Fix the "
+        "plugin, or leave it out with PELTON_PLUGINS."
+    )
+
+
+def test_a_model_that_is_not_a_module_is_told_so(install, checkpoint):
+    body = "\nclass Model:\n    def __init__(self, *, config, prefix=''): pass\n"
+    body += "    forward = compute_logits = load_weights = nothing\n"
+    entry = "ModelEntry(name='mine', load='acme_plugin:Model', architectures=('LlamaForCausalLM',), priority=99)"
+    install(body + hook("pelton_models", entry))
+    assert start(checkpoint) == (
+        f"Model 'mine' (acme_plugin:Model {NAMED}) makes a Model; it has to make a torch.nn.Module. Fix the plugin, or leave it out "
+        "with PELTON_PLUGINS."
+    )
+
+
 def test_a_factory_of_a_quantization_method_that_gives_nothing(install, checkpoint):
     install(hook("pelton_quantization_methods", "Entry(name='mine', load='acme_plugin:nothing')"))
     assert f"'mine' (acme_plugin:nothing {NAMED}) makes nothing; it has to make" in start(
