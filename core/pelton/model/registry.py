@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pelton.entries import GENERATE, POOL, ModelEntry
@@ -75,10 +75,13 @@ def causal_name(architecture: str) -> str:
     return architecture if suffix is None else architecture.removesuffix(suffix) + CAUSAL_SUFFIX
 
 
-def find_named(entries: Iterable[ModelEntry], architecture: str) -> ModelEntry | None:
-    """The entry with the highest priority that names `architecture`; None where there is none."""
-    claims = [entry for entry in entries if architecture in entry.architectures]
-    return min(claims, key=lambda entry: (-entry.priority, entry.name)) if claims else None
+def find_named(entries: Sequence[ModelEntry], *architectures: str) -> ModelEntry | None:
+    """The entry with the highest priority that names the first of `architectures`, else the next; None where there is none."""
+    for wanted in architectures:
+        claims = [entry for entry in entries if wanted in entry.architectures]
+        if claims:
+            return min(claims, key=lambda entry: (-entry.priority, entry.name))
+    return None
 
 
 def _runnable(entry: ModelEntry) -> ModelEntry:
