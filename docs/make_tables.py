@@ -20,10 +20,10 @@ from unittest.mock import patch
 from pelton import env, hookspecs, limits
 from pelton.attention.interface import AttentionBackend, AttentionNeeds
 from pelton.config.engine import SECTIONS
-from pelton.config.field_docs import first_line
 from pelton.config.other_names import other_names
 from pelton.entries import POOL, BackendEntry
 from pelton.plugins import load_plugins
+from pelton_plugins.flags.field_docs import first_line
 from pelton_plugins.flags.other_variables import OTHER_VARIABLES
 from pelton_plugins.flags.table import SHORT_FLAGS, Flag, make_flags
 

@@ -102,6 +102,12 @@ class ModelEntry(Entry):
     config_defaults: tuple[tuple[str, Any], ...] = ()
     """Fields that config.json may leave out, and their values."""
 
+    @property
+    def description(self) -> str:
+        """Say for people whose modules run."""
+        kind = "model" if self.implementation == "pelton" else f"modules of {self.implementation}, by"
+        return f"{kind} {self.name!r} of {self.plugin}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorEntry(Entry):

@@ -172,6 +172,34 @@ def test_what_an_author_has_to_write_is_said_by_its_name(tmp_path):
     assert "an engine found when it started" in failed and "no_such_field" in failed
 
 
+DECLARING_PLUGIN = """
+from pelton import hookimpl
+from pelton.entries import Entry
+
+PELTON_API = ">=1,<2"
+
+@hookimpl
+def pelton_fused_ops():
+    return [Entry(name="alone", load="declaring.ops:ALONE")]
+"""
+DECLARED_OP = """
+from pelton.ops.interface import FusedOp
+
+ALONE = FusedOp(name="alone", needs=type("Needs", (), {}), tensors=type("Tensors", (), {}))
+"""
+
+
+def test_a_declared_op_is_skipped_where_no_suite_has_it(site, tmp_path):
+    of_skeleton = check(site, "pelton-my-fused-op")
+    assert of_skeleton.returncode == 0 and "skip" not in of_skeleton.stdout, of_skeleton.stdout
+    package(tmp_path, "declaring", plugin=DECLARING_PLUGIN, ops=DECLARED_OP)
+    (line,) = (line for line in check(tmp_path, "declaring").stdout.splitlines() if "fused_ops alone" in line)
+    assert (
+        line.startswith("skip")
+        and "a subclass of pelton.testing.ops.OpConformance with this op, an implementation" in line
+    )
+
+
 def test_new_renames_what_is_in_capitals_too(written):
     for folder in written.values():
         for file in folder.rglob("*.py"):

@@ -193,7 +193,7 @@ def test_plugins_of_one_folder_do_not_import_another():
 
 def test_our_own_code_knows_moved_modules_by_their_new_names():
     used = {
-        name: [line for line, module in imports(tree) if module in moved.MODULES] for name, tree in trees(sources())
+        name: [line for line, module in imports(tree) if module in moved.modules()] for name, tree in trees(sources())
     }
     assert {name: lines for name, lines in used.items() if lines} == {}
 

@@ -13,10 +13,10 @@ from pelton import moved
 from pelton_platforms.device.graphs import call_graph, captures
 
 
-@pytest.mark.parametrize("old", moved.MODULES)
+@pytest.mark.parametrize("old", moved.modules())
 def test_a_module_is_the_same_under_its_old_name(old, monkeypatch):
     monkeypatch.delitem(sys.modules, old, raising=False)
-    new = moved.MODULES[old]
+    new = moved.modules()[old]
     with pytest.warns(DeprecationWarning, match=f"^{old} is {new} now"):
         found = importlib.import_module(old)
     assert found is importlib.import_module(new)
@@ -25,9 +25,9 @@ def test_a_module_is_the_same_under_its_old_name(old, monkeypatch):
         assert importlib.import_module(old) is found, "warned of once"
 
 
-@pytest.mark.parametrize("module, name", [(module, name) for module, names in moved.NAMES.items() for name in names])
+@pytest.mark.parametrize("module, name", [(module, name) for module, names in moved.names().items() for name in names])
 def test_a_name_is_found_in_its_old_module(module, name):
-    home, _, new = moved.NAMES[module][name].rpartition(".")
+    home, _, new = moved.names()[module][name].rpartition(".")
     with pytest.warns(DeprecationWarning, match=f"{name} is {home}.{new} now"):
         assert getattr(importlib.import_module(module), name) is getattr(importlib.import_module(home), new)
 

@@ -309,6 +309,28 @@ def test_a_quantization_method_that_raises_is_not_the_models_fault(install, chec
     assert "config.json" not in message
 
 
+def test_a_quantization_method_that_creates_nothing_is_not_the_models_fault(install, checkpoint):
+    install(
+        QUANTIZATION.format(body="create = nothing")
+        + hook("pelton_quantization_methods", "Entry(name='mine', load='acme_plugin:Mine')")
+    )
+    assert start(checkpoint, quantization="mine") == (
+        "Quantization method 'mine' (acme_plugin:Mine.create) gives None for model.embed_tokens; it has to give LinearWeights. Fix the "
+        "plugin, or leave it out with PELTON_PLUGINS."
+    )
+
+
+def test_a_model_that_is_not_a_module_is_told_so(install, checkpoint):
+    body = "\nclass Model:\n    def __init__(self, *, config, prefix=''): pass\n"
+    body += "    forward = compute_logits = load_weights = nothing\n"
+    entry = "ModelEntry(name='mine', load='acme_plugin:Model', architectures=('LlamaForCausalLM',), priority=99)"
+    install(body + hook("pelton_models", entry))
+    assert start(checkpoint) == (
+        f"Model 'mine' (acme_plugin:Model {NAMED}) makes a Model; it has to make a torch.nn.Module. Fix the plugin, or leave it out "
+        "with PELTON_PLUGINS."
+    )
+
+
 def test_a_factory_of_a_quantization_method_that_gives_nothing(install, checkpoint):
     install(hook("pelton_quantization_methods", "Entry(name='mine', load='acme_plugin:nothing')"))
     assert f"'mine' (acme_plugin:nothing {NAMED}) makes nothing; it has to make" in start(
@@ -387,6 +409,28 @@ def test_what_a_hook_returns_is_checked(install, body, message):
     with pytest.raises(PluginError) as caught:
         load_plugins().entries("pelton_models")
     assert message in str(caught.value) and "acme_plugin" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "hook_name, arguments, wanted",
+    [
+        ("pelton_worker_settings", "config, device_type", "names to texts"),
+        ("pelton_config_adjustments", "config", "names to (value, reason)"),
+    ],
+)
+def test_a_list_where_a_mapping_is_due_is_the_plugins_mistake(install, checkpoint, hook_name, arguments, wanted):
+    install(hook(hook_name, "3", arguments))
+    assert start(checkpoint) == (
+        f"Plugin 'acme_plugin' returns [3] from {hook_name}; return a mapping of {wanted}. Fix the plugin, or leave it out with "
+        "PELTON_PLUGINS."
+    )
+
+
+def test_a_choice_that_is_not_a_text_is_the_plugins_mistake(install, checkpoint):
+    install("\n@hookimpl\ndef pelton_worker_settings(config):\n    return {'colour': 3}\n")
+    assert start(checkpoint).startswith(
+        "Plugin 'acme_plugin' returns {'colour': 3} from pelton_worker_settings; return"
+    )
 
 
 def test_a_plugins_print_does_not_spoil_what_a_command_prints(install, capsys, tmp_path):

@@ -16,7 +16,7 @@ from pelton.config.plugin_settings import check_plugin_settings, read_settings
 from pelton.entries import BackendEntry, Entry, OpEntry, SettingsEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.metrics.manager import StatLoggers
-from pelton.metrics.plugin_metrics import PluginMetrics, PluginSample
+from pelton.metrics.plugin_metrics import PluginMetrics
 from pelton.metrics.stats import IterationStats, SchedulerStats
 from pelton.plugins import LoadedPlugin, Plugins, load_plugins, register
 from pelton.testing.models import make_tiny_checkpoint
@@ -323,10 +323,19 @@ def test_a_restarted_engine_begins_at_zero_and_the_totals_go_on():
     assert told(front) == {("x_hits", ()): 10.0}
 
 
-def test_a_name_of_a_built_in_metric_is_left_to_it():
-    totals = loggers()._of_plugins
-    totals.add([PluginSample("hits", "counter", "Hits.", {}, 1.0)])
-    assert totals.snapshot(["pelton_hits"]) == [] and len(totals.snapshot(["pelton_other"])) == 1
+def test_a_name_of_a_built_in_metric_is_left_to_it(caplog):
+    totals, engine = loggers()._of_plugins, PluginMetrics()
+    hits = engine.counter("hits", "Hits.", ["kind"])
+    for kind in ("a", "b"):
+        hits.inc(kind=kind)
+    totals.add(engine.take())
+    assert len(totals.snapshot(["pelton_other"])) == 2 and not caplog.records
+    for _ in range(2):
+        assert totals.snapshot(["pelton_hits"]) == []
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"The counter 'hits' of {__name__} is not shown: pelton_hits is a built-in metric. Give it another name."
+    )
 
 
 @pytest.mark.parametrize(

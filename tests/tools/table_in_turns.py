@@ -62,7 +62,7 @@ def measure(path: str, model: str, rows: list[str], repeats: int) -> dict[str, d
     """Row to figures; a row or a run that failed is told on stderr and left out."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "table.json")
-        command = [sys.executable, "-m", "pelton.cli", "bench", "table", "--models", model, "--rows", *rows]
+        command = [sys.executable, "-m", "pelton", "bench", "table", "--models", model, "--rows", *rows]
         done = subprocess.run(
             [*command, "--repeats", str(repeats), "--results", str(results)], env=os.environ | {"PYTHONPATH": path},
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,

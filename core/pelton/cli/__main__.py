@@ -1,7 +1,3 @@
-"""`python -m pelton.cli`: the `pelton` program where its script is not on the path."""
+"""`python -m pelton.cli`: as `python -m pelton`."""
 
-import sys
-
-from pelton.cli.main import main
-
-sys.exit(main())
+import pelton.__main__  # noqa: F401

@@ -5,7 +5,7 @@ And let them take settings of their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 from pelton.config.engine import EngineConfig, convert_section, flat_home
 from pelton.errors import ConfigError, PluginError
 from pelton.logging import get_logger
-from pelton.plugins import Plugins
+from pelton.plugins import FIX_IT, Plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def adjust_config(
     """
     wanted: dict[str, tuple[str, Any, str]] = {}
     for plugin, changes in plugins.call_each("pelton_config_adjustments", config=config):
-        for name, change in (changes or {}).items():
+        for name, change in _checked(plugin, "pelton_config_adjustments", changes).items():
             if not (isinstance(change, tuple) and len(change) == 2 and isinstance(change[1], str) and change[1]):
                 raise PluginError(f"Plugin {plugin!r} adjusts {name!r} with {change!r}; return (value, reason).")
             if name in wanted and wanted[name][1] != change[0] and name not in explicit:
@@ -76,6 +76,14 @@ def adjust_config(
 def take_settings(config: EngineConfig, plugins: Plugins, device_type: str) -> dict[str, str]:
     """Let plugins put their own settings to use in this process; returns what they chose, by name."""
     chosen: dict[str, str] = {}
-    for _, choices in plugins.call_each("pelton_worker_settings", config=config, device_type=device_type):
-        chosen |= choices or {}
+    for plugin, choices in plugins.call_each("pelton_worker_settings", config=config, device_type=device_type):
+        chosen |= _checked(plugin, "pelton_worker_settings", choices, str)
     return chosen
+
+
+def _checked(plugin: str, hook: str, found: Any, kind: type = object) -> Mapping[str, Any]:
+    """Return the mapping that a plugin gave, with values of a `kind`; nothing is an empty one."""
+    if not isinstance(found or {}, Mapping) or not all(isinstance(value, kind) for value in (found or {}).values()):
+        wanted = "names to texts" if kind is str else "names to (value, reason)"
+        raise PluginError(f"Plugin {plugin!r} returns {found!r} from {hook}; return a mapping of {wanted}. {FIX_IT}")
+    return found or {}

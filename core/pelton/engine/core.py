@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -56,6 +57,7 @@ from pelton.utils import garbage
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.001  # while requests wait for something that no step brings (a grammar, an adapter)
+IDLE_WARNING_S = 30.0  # so long without a step, while requests wait, is said once
 
 
 class EngineCore:
@@ -109,6 +111,8 @@ class EngineCore:
         self._num_failed_steps, self._step_failure = 0, ""
         self._request_ids: set[str] = set()
         self._host_s = dict.fromkeys((*HOST_STAGES, WAIT), 0.0)
+        self._idle_mark: dict[str, float] | None = None  # `_host_s` when requests were last seen to wait for no step
+        self._idle_until = 0.0
         self.info = self._describe()
         garbage.tune(self)
 
@@ -220,12 +224,31 @@ class EngineCore:
             self._launch(outputs)
             if self._open:
                 self._take_oldest(timeout_s, outputs)
-            elif not outputs and not self._has_news and self._scheduler.has_unfinished_requests():
-                time.sleep(IDLE_POLL_S if timeout_s is None else min(IDLE_POLL_S, timeout_s))
+            elif not outputs and self._scheduler.has_unfinished_requests():
+                return self._idle(timeout_s)
         except EngineDeadError as error:
             self.error = error
             raise
         return self._tell(outputs)
+
+    def _idle(self, timeout_s: float | None) -> EngineOutputs:
+        """Requests wait, and no step is open. Whose scheduler it is gets logged where that lasts. A step's result brings new figures
+        of host time, by which the next wait is known from this one: steps do nothing for it."""
+        now = time.monotonic()
+        if self._host_s is not self._idle_mark:
+            self._idle_until = now + IDLE_WARNING_S
+        elif now >= self._idle_until:
+            self._idle_until = math.inf
+            entry = self.plugins.find("pelton_schedulers", self.config.scheduler.scheduler, setting="scheduler")
+            logger.warning(
+                "%s has scheduled no step for %.0f s, and requests wait. Look at its schedule(), or leave it out with PELTON_PLUGINS, "
+                "unless they wait for a grammar, an adapter or another engine's KV cache.", entry, IDLE_WARNING_S,
+            )  # fmt: skip
+        if not self._has_news:
+            time.sleep(IDLE_POLL_S if timeout_s is None else min(IDLE_POLL_S, timeout_s))
+        message = self._tell([])
+        self._idle_mark = self._host_s
+        return message
 
     def _tell(self, outputs: list[EngineOutput]) -> EngineOutputs:
         started = time.perf_counter()

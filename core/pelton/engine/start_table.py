@@ -13,8 +13,9 @@ def start_table(info: EngineInfo, model: ResolvedModel) -> str:
     report = info.report
     num_tokens = max(info.num_blocks - 1, 0) * info.block_size  # block 0 is never handed out
     cache_size = amount(info.kv_cache_bytes, "B")
+    facts = ", ".join(filter(None, (model.architecture, model.dtype, model.weights_format, model.made_of)))
     rows = [
-        ("model", f"{model.name} ({model.architecture}, {model.dtype}, {model.weights_format})"),
+        ("model", f"{model.name} ({facts})"),
         *([("pooling", _pooling(model.pooling))] if model.pooling is not None else []),
         ("device", report.device or report.platform),
         ("attention", _with_reason(report.attention_backend, report.attention_reason)),

@@ -38,7 +38,7 @@ class VocabMatrix(LinearModule):
         shard = LinearShard(
             prefix, vocab_size, hidden_size, rows, (0, hidden_size), padding=num_rows - (rows[1] - rows[0])
         )
-        weights = config.quantization.create(config, [shard], bias=False, is_vocabulary=True)
+        weights = config.create_weights([shard], is_vocabulary=True)
         if config.adapters is not None:
             config.adapters.refuse(prefix, "embeddings and output heads take none")
         super().__init__(weights)

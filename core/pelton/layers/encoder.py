@@ -21,7 +21,7 @@ class WholeLinear(LinearModule):
     def __init__(self, in_features: int, rows: Mapping[str, int], *, config: BuildConfig, bias: bool) -> None:
         """rows: by the name of each matrix in the checkpoint."""
         shards = [LinearShard(name, count, in_features, (0, count), (0, in_features)) for name, count in rows.items()]
-        weights = config.quantization.create(config, shards, bias=bias)
+        weights = config.create_weights(shards, bias=bias)
         super().__init__(weights)
         self.dtype = config.dtype
         self._bind_bare(config, shards, weights)

@@ -142,7 +142,7 @@ class QKVLinear(LinearModule):
             )
         ]
         shards = merged_shards(prefix, merged, parts, hidden_size)
-        weights = config.quantization.create(config, shards, bias=bias)
+        weights = config.create_weights(shards, bias=bias)
         super().__init__(weights)
         self.num_heads = heads[1] - heads[0]  # of this rank
         self.num_kv_heads = kv_heads[1] - kv_heads[0]
@@ -192,7 +192,7 @@ class MergedGateUp(LinearModule):
         rows = (parallel.rank * width, (parallel.rank + 1) * width)
         parts = [(name, intermediate_size, rows) for name in names]
         shards = merged_shards(prefix, merged, parts, hidden_size)
-        weights = config.quantization.create(config, shards, bias=bias)
+        weights = config.create_weights(shards, bias=bias)
         super().__init__(weights)
         if norm is None:
             self._gated: Gated = config.ops.bind(
@@ -230,7 +230,7 @@ class ShardLinear(LinearModule):
     def __init__(
         self, shard: LinearShard, *, config: BuildConfig, bias: bool = False, reduce: AllReduce | None = None
     ) -> None:
-        weights = config.quantization.create(config, [shard], bias=bias)
+        weights = config.create_weights([shard], bias=bias)
         super().__init__(weights)
         self._bind_bare(config, [shard], weights, reduce)
         assert self.bare is not None

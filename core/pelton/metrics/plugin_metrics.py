@@ -7,15 +7,19 @@ counts from any thread. In the front end a stat logger does the same by `snapsho
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from pelton.errors import PluginError
+from pelton.logging import get_logger
 from pelton.metrics.snapshot import Counter, Gauge, Metric
 
 COUNTER, GAUGE = "counter", "gauge"
+
+logger = get_logger(__name__)
 
 
 class PluginSample(msgspec.Struct, array_like=True):
@@ -26,6 +30,8 @@ class PluginSample(msgspec.Struct, array_like=True):
     documentation: str
     labels: dict[str, str]
     value: float
+    declared_in: str = ""
+    """The module, for the log."""
 
 
 class PluginMetric:
@@ -34,6 +40,7 @@ class PluginMetric:
     def __init__(self, name: str, kind: str, documentation: str, label_names: Sequence[str]) -> None:
         self.name, self.kind, self.documentation = name, kind, documentation
         self.label_names = tuple(label_names)
+        self.declared_in = ""
         self._changed: dict[tuple[str, ...], float] = {} if label_names else {(): 0.0}
         self._lock = threading.Lock()
 
@@ -55,10 +62,9 @@ class PluginMetric:
     def take(self) -> list[PluginSample]:
         with self._lock:
             changed, self._changed = self._changed, {}
+        facts = self.name, self.kind, self.documentation
         return [
-            PluginSample(
-                self.name, self.kind, self.documentation, dict(zip(self.label_names, key, strict=True)), float(value)
-            )
+            PluginSample(*facts, dict(zip(self.label_names, key, strict=True)), float(value), self.declared_in)
             for key, value in changed.items()
         ]
 
@@ -94,6 +100,7 @@ class PluginMetrics:
                 f"Metric {name!r} needs a name of small letters, digits and _, without _total, and a line of documentation."
             )
         found = self._metrics.setdefault(name, PluginMetric(name, kind, documentation, label_names))
+        found.declared_in = sys._getframe(2).f_globals.get("__name__", "")  # of the call of `counter` or `gauge`
         if (found.kind, found.label_names) != (kind, tuple(label_names)):
             raise PluginError(
                 f"Metric {name!r} is declared twice: a {found.kind} with labels {found.label_names}, and a {kind} with "
@@ -108,6 +115,7 @@ class PluginTotals:
     def __init__(self, prefix: str, labels: dict[str, str]) -> None:
         self._prefix, self._labels = prefix, labels
         self._totals: dict[tuple[str, tuple[tuple[str, str], ...]], PluginSample] = {}
+        self._hidden: set[str] = set()
 
     def add(self, samples: Iterable[PluginSample]) -> None:
         for sample in samples:
@@ -118,16 +126,18 @@ class PluginTotals:
             self._totals[key] = sample
 
     def snapshot(self, taken: Iterable[str] = ()) -> list[Metric]:
-        """As metrics. taken: names that built-in metrics have; those are left out."""
-        names = set(taken)
+        """As metrics. taken: names that built-in metrics have; those are left out, which the log says."""
+        names, found = set(taken), []
         kinds = {COUNTER: Counter, GAUGE: Gauge}
-        return [
-            kinds[sample.kind](
-                name=self._prefix + sample.name,
-                labels={**self._labels, **sample.labels},
-                documentation=sample.documentation,
-                value=sample.value,
-            )
-            for sample in list(self._totals.values())
-            if self._prefix + sample.name not in names
-        ]
+        for sample in list(self._totals.values()):
+            name, labels = self._prefix + sample.name, {**self._labels, **sample.labels}
+            if name not in names:
+                metric = kinds[sample.kind]
+                found.append(metric(name=name, labels=labels, documentation=sample.documentation, value=sample.value))
+            elif name not in self._hidden:
+                self._hidden.add(name)
+                logger.warning(
+                    "The %s %r of %s is not shown: %s is a built-in metric. Give it another name.",
+                    sample.kind, sample.name, sample.declared_in or "a plugin", name,
+                )  # fmt: skip
+        return found

@@ -15,13 +15,13 @@ import torch
 from pelton.attention.selector import AttentionSelector
 from pelton.config import EngineConfig
 from pelton.config.plugin_settings import S, read_settings
-from pelton.errors import ConfigError
+from pelton.errors import ConfigError, PluginError
 from pelton.model.pooling import PoolingSpec
 from pelton.model.weights import WeightMap
-from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors
+from pelton.ops.interface import AllReduce, AllReduceNeeds, AllReduceTensors, LinearWeights
 from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
-from pelton.plugins import make
+from pelton.plugins import FIX_IT, make
 from pelton.quantization.interface import QuantizationMethod
 from pelton.quantization.plain import PlainWeights
 
@@ -131,6 +131,20 @@ class BuildConfig:
         if self.allocate is not None:
             return self.allocate(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def create_weights(
+        self, shards: Sequence[LinearShard], *, bias: bool = False, is_vocabulary: bool = False
+    ) -> LinearWeights:
+        """Allocate a matrix's tensors as the quantization method has them: see `QuantizationMethod.create`."""
+        method = self.quantization
+        made = method.create(self, shards, bias=bias, is_vocabulary=is_vocabulary)
+        if not isinstance(made, LinearWeights):
+            place = f"{type(method).__module__}:{type(method).__qualname__}.create"
+            raise PluginError(
+                f"Quantization method {method.name!r} ({place}) gives {made!r} for {shards[0].name}; it has to give LinearWeights. "
+                f"{FIX_IT}"
+            )
+        return made
 
     def adapter_layer(
         self,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pelton.entries import GENERATE, POOL, ModelEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.logging import get_logger
-from pelton.plugins import blamed
+from pelton.plugins import FIX_IT, blamed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,10 +75,13 @@ def causal_name(architecture: str) -> str:
     return architecture if suffix is None else architecture.removesuffix(suffix) + CAUSAL_SUFFIX
 
 
-def find_named(entries: Iterable[ModelEntry], architecture: str) -> ModelEntry | None:
-    """The entry with the highest priority that names `architecture`; None where there is none."""
-    claims = [entry for entry in entries if architecture in entry.architectures]
-    return min(claims, key=lambda entry: (-entry.priority, entry.name)) if claims else None
+def find_named(entries: Sequence[ModelEntry], *architectures: str) -> ModelEntry | None:
+    """The entry with the highest priority that names the first of `architectures`, else the next; None where there is none."""
+    for wanted in architectures:
+        claims = [entry for entry in entries if wanted in entry.architectures]
+        if claims:
+            return min(claims, key=lambda entry: (-entry.priority, entry.name))
+    return None
 
 
 def _runnable(entry: ModelEntry) -> ModelEntry:
@@ -111,9 +114,13 @@ def build_model(config: BuildConfig, architecture: str, plugins: Plugins) -> Any
     settings = getattr(config, "engine_config", None)
     implementation = AUTO if settings is None else settings.model.model_impl
     entry = find_model(entries_of(plugins.entries("pelton_models"), implementation), architecture)
+    from torch import nn  # front ends find a model's entry without it
+
     with blamed(f"Model {entry.name!r}", entry.load, ADVICE):
         model_class = load_model_class(entry)
         model = model_class(config=config)
+        if not isinstance(model, nn.Module):
+            raise PluginError(f"{entry} makes a {type(model).__name__}; it has to make a torch.nn.Module. {FIX_IT}")
         if config.parallel.stages is not None and not config.runs_in_stages:
             raise ConfigError(
                 f"pipeline_parallel_size is {config.parallel.stages.size}; {architecture} does not run in stages. Use tensor_parallel_size."

@@ -17,7 +17,7 @@ from pelton.entries import ModelEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.model.formats import ModelFormat, read_json
 from pelton.model.pooling import PoolingFolder
-from pelton.model.registry import entries_of, find_named
+from pelton.model.registry import ANY, causal_name, entries_of, find_named
 from pelton.model.resolve_pooling import ModelFacts, resolve_pooling
 from pelton.model.resolved import ResolvedModel
 from pelton.model.source import SourceRequest
@@ -60,6 +60,7 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
     entries = entries_of(plugins.entries("pelton_models"), model.model_impl)
     if (named := find_named(entries, architecture)) is not None:
         hf_config = {**dict(named.config_defaults), **hf_config}
+    used = find_named(entries, architecture, causal_name(architecture), ANY)
     pooling = resolve_pooling(config, ModelFacts(hf_config, architecture, folder, entries))
     return ResolvedModel(
         name=model.model,
@@ -77,6 +78,7 @@ def resolve_model(config: EngineConfig, plugins: Plugins) -> ResolvedModel:
         generation_config=_sampling_defaults(config, own_generation),
         tokenizer_path=_tokenizer_path(config, plugins, path),
         pooling=pooling,
+        made_of="" if used is None else used.description,
         notes=notes,
     )
 

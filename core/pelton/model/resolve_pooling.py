@@ -33,7 +33,7 @@ def resolve_pooling(config: EngineConfig, facts: ModelFacts) -> PoolingSpec | No
     """None for a model that generates. Raises `ConfigError` where the settings ask for what it cannot do."""
     settings = config.pooling
     own = find_named(facts.entries, facts.architecture)
-    base = own or find_named(facts.entries, causal_name(facts.architecture))
+    base = find_named(facts.entries, facts.architecture, causal_name(facts.architecture))
     is_made_for_it = (own is not None and own.kind == POOL) or (own is None and base is not None)
     if settings.runner == "generate" and is_made_for_it:
         raise ConfigError(

@@ -35,6 +35,8 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Set for a model that is run to pool instead of generating."""
     raw_config: dict[str, Any] = {}
     """config.json as it is, overrides applied: with the parts (vision, audio) that `hf_config` leaves out."""
+    made_of: str = ""
+    """Modules that run, for people: those of a plugin's own model, or of a library."""
     notes: list[str] = []
     """What was found odd or adjusted, for the log."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pelton import moved
 from pelton.config import EngineConfig
 from pelton.errors import ConfigError, PluginError
 from pelton.platform.interface import Platform
@@ -17,6 +18,8 @@ from pelton.plugins import make
 if TYPE_CHECKING:
     from pelton.entries import PlatformEntry
     from pelton.plugins import LoadedPlugin, Plugins
+else:
+    __getattr__ = moved.names_of(__name__)
 
 HOOK = "pelton_platforms"
 
@@ -66,16 +69,6 @@ def select_platform(config: EngineConfig, plugins: Plugins) -> Platform:
     """The platform object of the device that `parallel.device` names, or of the best device that is here."""
     status = choose_platform(platform_statuses(plugins), config.parallel.device)
     return make(status.entry, Platform)  # type: ignore[type-abstract]
-
-
-def describe_platforms(config: EngineConfig, plugins: Plugins) -> list[tuple[PlatformStatus, bool]]:
-    """(status, chosen) of every platform on offer, best first; nothing is chosen when nothing fits."""
-    statuses = platform_statuses(plugins)
-    try:
-        chosen = choose_platform(statuses, config.parallel.device)
-    except ConfigError:
-        return [(status, False) for status in statuses]
-    return [(status, status is chosen) for status in statuses]
 
 
 def _named(statuses: list[PlatformStatus], device: str) -> PlatformStatus:

@@ -6,21 +6,24 @@ A plugin offers one through the hook `pelton_io_processors`; the engine's front 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pelton.config import EngineConfig
-from pelton.errors import ConfigError, RequestError
+from pelton.engine.input_processor import PROMPT_KEYS, Prompt
+from pelton.errors import ConfigError, PluginError, RequestError
+from pelton.logging import get_logger
 from pelton.messages.request import PoolingParams
 from pelton.model.resolved import ResolvedModel
 from pelton.outputs import PoolingOutput, PoolingRequestOutput
-from pelton.plugins import Plugins, make
-from pelton.sampling_params import SamplingParams
+from pelton.plugins import FIX_IT, Plugins, make
 
 if TYPE_CHECKING:
-    from pelton.engine.input_processor import Prompt
     from pelton.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
 
 Input = TypeVar("Input")
 Output = TypeVar("Output")
@@ -45,16 +48,15 @@ class IOProcessor(ABC, Generic[Input, Output]):
     requests are under way at once; in a server all run on one event loop.
     """
 
+    offered_as: str = ""
+    """Its entry and plugin, for errors; set when it is made."""
+
     def __init__(self, context: IOProcessorContext) -> None:
         self.context = context
 
     @abstractmethod
     def parse_data(self, data: object) -> Input:
         """Check what the user sent. Raises `RequestError` that names the field; a `ValueError` or `TypeError` becomes one."""
-
-    def merge_sampling_params(self, params: SamplingParams | None = None) -> SamplingParams:
-        """The parameters of a request, with defaults where it gives none. For models that generate: not called yet."""
-        return params or SamplingParams()
 
     def merge_pooling_params(self, params: PoolingParams | None = None) -> PoolingParams:
         """The parameters of a request, with defaults where it gives none."""
@@ -107,6 +109,7 @@ def load_io_processor(
         raise ConfigError(f"{setting} is {name!r}, and this model generates. IO processors are for models that pool.")
     context = IOProcessorContext(engine_config=config, model=model, tokenizer=tokenizer)
     made: IOProcessor[Any, Any] = make(entry, IOProcessor, context)  # type: ignore[type-abstract]
+    made.offered_as = str(entry)
     return made
 
 
@@ -121,6 +124,37 @@ def parse(processor: IOProcessor[Input, Any], data: object) -> Input:
         raise
     except (ValueError, TypeError) as error:
         raise RequestError(f"The IO processor cannot read data: {error}", param=DATA) from error
+
+
+def prompts_of(processor: IOProcessor[Any, Any], found: Any) -> list[Prompt]:
+    """Return what `pre_process` gave, one prompt or several, as several. Raises `PluginError` for anything else."""
+    is_one = not isinstance(found, (list, tuple)) or (found and type(found[0]) is int)
+    prompts = [found] if is_one else list(found)
+    if not all(map(_is_prompt, prompts)):
+        raise PluginError(
+            f"{processor.offered_as} gives {found!r} from pre_process; it has to give text, token ids, a prompt dictionary, or a list "
+            f"of these. {FIX_IT}"
+        )
+    return prompts
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and set(value) <= set(PROMPT_KEYS)
+    ids = value.tolist() if hasattr(value, "tolist") else value  # numpy arrays and tensors
+    return isinstance(ids, str) or (isinstance(ids, (list, tuple)) and set(map(type, ids)) <= {int})
+
+
+@contextmanager
+def discarding(processor: IOProcessor[Any, Any], request_id: str) -> Iterator[None]:
+    """Around a request: `discard` at its end. What that raises is logged; the request keeps its answer, or its error."""
+    try:
+        yield
+    finally:
+        try:
+            processor.discard(request_id)
+        except Exception:
+            logger.exception("%s fails in discard, of request %s.", processor.offered_as, request_id)
 
 
 def is_for_processor(prompt: Any) -> bool:

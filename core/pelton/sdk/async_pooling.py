@@ -17,9 +17,16 @@ from pelton.lora.registry import AdapterRegistry
 from pelton.lora.request import LoRARequest
 from pelton.messages.request import PoolingParams
 from pelton.outputs import PoolingOutput, PoolingRequestOutput
-from pelton.pooling.io_processor import DATA, NO_PROCESSOR, IOProcessor, is_for_processor, parse
+from pelton.pooling.io_processor import (
+    DATA,
+    NO_PROCESSOR,
+    IOProcessor,
+    discarding,
+    is_for_processor,
+    parse,
+    prompts_of,
+)
 from pelton.sampling_params import SamplingParams
-from pelton.sdk.prompts import as_prompts
 
 SENT_TOGETHER = 64  # prompts of one call, in one message to the engine
 TOKENS_SENT_TOGETHER = 16_384  # of them
@@ -120,11 +127,9 @@ class AsyncPooling(ABC):
             raise RequestError(NO_PROCESSOR, param=DATA)
         parsed = parse(processor, data)
         merged = processor.merge_pooling_params(params)
-        try:
-            prompts = as_prompts(await processor.pre_process_async(parsed, request_id))
+        with discarding(processor, request_id):
+            prompts = prompts_of(processor, await processor.pre_process_async(parsed, request_id))
             return await self._processed(processor, prompts, merged, request_id, arguments)
-        finally:
-            processor.discard(request_id)
 
     async def _processed(
         self,

@@ -28,7 +28,7 @@ from pelton.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from pelton.pooling.io_processor import DATA, NO_PROCESSOR, is_for_processor, parse
+from pelton.pooling.io_processor import DATA, NO_PROCESSOR, discarding, is_for_processor, parse, prompts_of
 from pelton.pooling.scoring import cosine, pair_prompt, paired, reads_pairs, score_of
 from pelton.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from pelton.sdk.llm_engine import LLMEngine
@@ -267,13 +267,11 @@ class LLM:
         request_id = str(next(self._ids))
         parsed = parse(processor, given[DATA])
         merged = processor.merge_pooling_params(params)
-        try:
-            prompts = as_prompts(processor.pre_process(parsed, request_id))
+        with discarding(processor, request_id):
+            prompts = prompts_of(processor, processor.pre_process(parsed, request_id))
             outputs = self.encode(prompts, merged, use_tqdm=use_tqdm, lora_request=lora_request)
             error = next((output.error for output in outputs if output.error is not None), None)
             made = processor.post_process(outputs, request_id) if error is None else None
-        finally:
-            processor.discard(request_id)
         ids = [token_id for output in outputs for token_id in output.prompt_token_ids]
         return PoolingRequestOutput(request_id, made, ids, True, error=error)
 

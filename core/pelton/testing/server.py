@@ -89,7 +89,7 @@ def serve_tiny(*flags: str, key: str | None = None) -> Iterator[TinyServer]:
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "tiny")
         command = [
-            sys.executable, "-m", "pelton.cli", "serve", str(model), "--load-format", "dummy", "--port", "0", "--device", "cpu",
+            sys.executable, "-m", "pelton", "serve", str(model), "--load-format", "dummy", "--port", "0", "--device", "cpu",
             "--max-num-seqs", "4", "--max-model-len", "256", "--kv-cache-memory-bytes", str(2**22),
             *(("--api-key", key) if key else ()), *flags,
         ]  # fmt: skip

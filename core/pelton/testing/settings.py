@@ -5,6 +5,9 @@ Subclass `SettingsConformance` and set `settings_class`, or `AdjustmentConforman
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,7 +16,22 @@ import pytest
 
 from pelton.config import EngineConfig
 from pelton.config.engine import convert_section, flat_home
-from pelton.config.field_docs import field_docs
+
+
+def _fields_with_text(settings_class: type) -> set[str]:
+    """Return the fields of a class that have a text below them in its source."""
+    (found,) = ast.parse(textwrap.dedent(inspect.getsource(settings_class))).body
+    assert isinstance(found, ast.ClassDef)
+    return {
+        field.target.id
+        for field, text in zip(found.body, found.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+        and text.value.value.strip()
+    }
 
 
 class SettingsConformance:
@@ -29,8 +47,13 @@ class SettingsConformance:
             msgspec.convert({"no_such_field": 1}, self.settings_class)
 
     def test_every_field_says_what_it_is_for(self) -> None:
-        docs = field_docs(self.settings_class)
-        silent = [name for name in self.settings_class.__struct_fields__ if not docs.get(name)]
+        bases = [
+            base
+            for base in self.settings_class.__mro__
+            if base.__module__.partition(".")[0] not in ("builtins", "msgspec")
+        ]
+        told = {name for base in bases for name in _fields_with_text(base)}
+        silent = [name for name in self.settings_class.__struct_fields__ if name not in told]
         assert not silent, f"write a line of text below {', '.join(silent)}"
 
     def test_survives_as_plain_data(self) -> None:

@@ -15,8 +15,9 @@ from pelton.config import EngineConfig
 from pelton.config.adjust import adjust_config, take_settings
 from pelton.entries import BackendEntry
 from pelton.errors import ConfigError
-from pelton.platform.select import PlatformStatus, describe_platforms, select_platform
+from pelton.platform.select import PlatformStatus, select_platform
 from pelton.plugins import Plugins, load_plugins
+from pelton_plugins.commands.platforms import describe_platforms
 from pelton_plugins.flags import parse_flags
 
 if TYPE_CHECKING:

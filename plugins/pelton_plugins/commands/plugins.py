@@ -16,16 +16,16 @@ from pelton import hookspecs
 from pelton.cli.table import format_table
 from pelton.config import EngineConfig
 from pelton.config.engine import did_you_mean, struct_defaults
-from pelton.config.field_docs import field_docs
 from pelton.config.plugin_settings import settings_struct
 from pelton.entries import Entry, PlatformEntry, SettingsEntry
 from pelton.errors import ConfigError, PluginError
 from pelton.metrics.manager import chosen_entries
 from pelton.model.registry import find_model
-from pelton.platform.select import describe_platforms
 from pelton.plugins import GROUP, Offer, Plugins, load_plugins, register
 from pelton_plugins.commands import plugin_author
+from pelton_plugins.commands.platforms import describe_platforms
 from pelton_plugins.flags import parse_flags
+from pelton_plugins.flags.field_docs import field_docs
 
 DEVICE_TYPES = ("cpu", "cuda", "rocm")
 """Asked for besides those of the platforms that are here."""

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pelton import env
-from pelton.config.field_docs import first_line
+from pelton_plugins.flags.field_docs import first_line
 from pelton_plugins.flags.table import ENGINE, Flag, make_flags
 from pelton_plugins.flags.values import alternatives, kind_metavar
 

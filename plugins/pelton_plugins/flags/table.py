@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from pelton.config.engine import SECTIONS, example_value, flat_name, struct_defaults
-from pelton.config.field_docs import field_docs
 from pelton.errors import ConfigError
+from pelton_plugins.flags.field_docs import field_docs
 from pelton_plugins.flags.values import alternatives, kind_name, read_as
 
 SHORT_FLAGS = {

@@ -67,7 +67,7 @@ class GatedMLP(LinearModule):
         rows = (config.parallel.rank * width, (config.parallel.rank + 1) * width)
         parts = [(name, intermediate_size, rows) for name in ("gate_proj", "up_proj")]
         shards = merged_shards(prefix, merged, parts, hidden_size)
-        weights = config.quantization.create(config, shards, bias=False)
+        weights = config.create_weights(shards)
         super().__init__(weights)
         self._bind_bare(config, shards, weights)
         gated = GatedNeeds(dtype=config.dtype_name, size=width, activation=_activation(activation))

@@ -30,7 +30,7 @@ class NormedLinear(LinearModule):
         is_summed: bool = False,
     ) -> None:
         """shards: of whole columns. is_summed: every rank has the whole sum of what it is called with."""
-        weights = config.quantization.create(config, shards, bias=bias)
+        weights = config.create_weights(shards, bias=bias)
         super().__init__(weights)
         self.sizes = [shard.rows[1] - shard.rows[0] for shard in shards]
         needs = AddNormLinearNeeds(
@@ -51,7 +51,7 @@ class BareLinear(LinearModule):
     """The same without the norm: the product of what another layer has normed already (`linear`)."""
 
     def __init__(self, shards: Sequence[LinearShard], *, config: BuildConfig, bias: bool = False) -> None:
-        weights = config.quantization.create(config, shards, bias=bias)
+        weights = config.create_weights(shards, bias=bias)
         super().__init__(weights)
         self.sizes = [shard.rows[1] - shard.rows[0] for shard in shards]
         self._bind_bare(config, shards, weights)

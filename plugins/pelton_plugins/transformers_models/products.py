@@ -66,7 +66,7 @@ class Products(LinearModule):
             for name, one in zip(names, linears, strict=True)
         ]
         has_bias = linears[0].bias is not None
-        weights = config.quantization.create(config, shards, bias=has_bias, is_vocabulary=is_vocabulary)
+        weights = config.create_weights(shards, bias=has_bias, is_vocabulary=is_vocabulary)
         super().__init__(weights)
         self._product = _bind(weights, config)
         self.adapter = None

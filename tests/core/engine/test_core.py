@@ -391,6 +391,42 @@ def test_a_request_that_waits_for_no_step_is_told_of(core_with_grammars, monkeyp
     assert len(tokens(run(core)["g"])) > 2
 
 
+def test_a_scheduler_that_schedules_nothing_is_named_once(make_core, monkeypatch, caplog):
+    """Requests that come meanwhile do not put it off; a step does."""
+    core, _ = make_core()
+    schedule, clock = core._scheduler.schedule, [0.0]
+    monkeypatch.setattr(core_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(core._scheduler, "next_deadline", lambda: None)
+
+    def step(seconds):
+        clock[0] += seconds
+        core.step(0.0)
+
+    def hang():
+        monkeypatch.setattr(core._scheduler, "schedule", lambda: None)
+
+    hang()
+    for index in range(9):
+        core.add_request(make_request(f"a{index}", 3, 2))
+        step(3.0)
+    assert not caplog.records
+    monkeypatch.setattr(core._scheduler, "schedule", schedule)
+    core.step()
+    hang()
+    for seconds in (3.0, 20.0, 9.0):
+        step(seconds)
+    assert not caplog.records
+    for _ in range(3):
+        core.add_request(make_request(f"b{clock[0]}", 3, 2))
+        step(9.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("pelton_schedulers 'default' (pelton_plugins.scheduler.")
+    assert " of scheduler (pelton " in record.getMessage()
+    assert "has scheduled no step for 30 s, and requests wait. Look at its schedule()" in record.getMessage()
+    monkeypatch.setattr(core._scheduler, "schedule", schedule)
+    assert all(outputs[-1].finish_reason is FinishReason.LENGTH for outputs in run(core).values())
+
+
 def test_a_call_takes_in_what_is_open_and_launches_nothing(core_with_grammars):
     core, executor = core_with_grammars
     executor.launches_past_masks = True

@@ -11,8 +11,9 @@ import pytest
 from pelton.config import EngineConfig
 from pelton.entries import PlatformEntry
 from pelton.errors import ConfigError, PluginError
-from pelton.platform.select import choose_platform, describe_platforms, platform_statuses, select_platform
+from pelton.platform.select import choose_platform, platform_statuses, select_platform
 from pelton.plugins import LoadedPlugin, Offer, load_plugins
+from pelton_plugins.commands.platforms import describe_platforms
 
 BUILTIN = LoadedPlugin("core", "pelton", "1", "m")
 STRANGER = LoadedPlugin("ext", "pelton-ext", "1", "m")

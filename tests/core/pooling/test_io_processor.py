@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from types import ModuleType
 
@@ -173,6 +174,50 @@ async def test_async(encoder, plugins):
             [output async for output in llm.encode({"data": 3})]
         assert not llm.io_processor.kept
         assert llm.num_unfinished_requests == 0
+
+
+class Nonsense(WordProcessor):
+    """Makes no prompts, and forgets with an error."""
+
+    made = None
+
+    def pre_process(self, prompt, request_id=None, **kwargs):
+        return super().pre_process(prompt) if self.made == "prompts" else self.made
+
+    def discard(self, request_id):
+        raise KeyError(request_id)
+
+
+@pytest.mark.parametrize("made", [None, 7, [None], [[7.5]], {"text": "a"}, [{}]], ids=repr)
+async def test_what_pre_process_gives_is_the_plugins_mistake(encoder, plugins, made, monkeypatch):
+    from pelton.engine.in_process import InProcessClient
+
+    monkeypatch.setattr(sys.modules[HERE], "Other", Nonsense)
+    monkeypatch.setattr(Nonsense, "made", made)
+    told = rf"pelton_io_processors 'other' \({HERE}:Other of test_io \(.*\)\) gives {re.escape(repr(made))} from pre_process; it has to"
+    config = EngineConfig.from_flat(model=encoder, io_processor_plugin="other", **SMALL)
+    async with AsyncLLM(config, plugins=plugins, start_engine=InProcessClient) as llm:
+        with pytest.raises(PluginError, match=told):
+            [output async for output in llm.encode({"data": {"words": [9]}})]
+    if made is None:
+        llm = LLM(model=encoder, plugins=plugins, io_processor_plugin="other", **SMALL)
+        with llm, pytest.raises(PluginError, match=told):
+            llm.encode({"data": {"words": [9]}}, use_tqdm=False)
+
+
+async def test_a_discard_that_raises_costs_no_answer(encoder, plugins, monkeypatch, caplog):
+    from pelton.engine.in_process import InProcessClient
+
+    monkeypatch.setattr(sys.modules[HERE], "Other", Nonsense)
+    monkeypatch.setattr(Nonsense, "made", "prompts")
+    config = EngineConfig.from_flat(model=encoder, io_processor_plugin="other", **SMALL)
+    async with AsyncLLM(config, plugins=plugins, start_engine=InProcessClient) as llm:
+        outputs = [output async for output in llm.encode({"data": {"words": [9, 5]}}, request_id="mine")]
+    assert len(outputs[0].outputs["first"]) == 2
+    assert "'other'" in caplog.text and "fails in discard, of request mine" in caplog.text
+    with LLM(model=encoder, plugins=plugins, io_processor_plugin="other", **SMALL) as llm:
+        (output,) = llm.encode({"data": {"words": [9, 5]}}, use_tqdm=False)
+        assert len(output.outputs["first"]) == 2
 
 
 async def test_many_prompts_go_to_the_engine_together(encoder):

@@ -12,9 +12,9 @@ import pytest
 
 from pelton.config import CUDAGraphMode, EngineConfig
 from pelton.config.engine import FIELD_HOME, SECTIONS
-from pelton.config.field_docs import field_docs
 from pelton.errors import ConfigError, PluginError
 from pelton_plugins.flags import parse_flags
+from pelton_plugins.flags.field_docs import field_docs
 from pelton_plugins.flags.help import help_text
 from pelton_plugins.flags.table import SHORT_FLAGS, make_flags
 

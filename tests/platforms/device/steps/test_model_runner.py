@@ -10,7 +10,7 @@ import torch
 from pelton_worker_fakes import VOCAB, Driver, PassBackend, make_runner, oracle_greedy, oracle_logits
 
 from pelton.config import CUDAGraphMode
-from pelton.errors import EngineError
+from pelton.errors import EngineError, PluginError
 from pelton.kv_transfer.interface import WorkerConnector
 from pelton.messages.step import GrammarMasks, ModelOutput, NewRequest, SchedulerOutput
 from pelton.sampling.tails import FULL, GREEDY
@@ -480,6 +480,29 @@ def test_step_without_rows_still_reaches_connectors(driver):
     result = driver.runner.execute(SchedulerOutput(step_id=4, extensions={"store": b"z"}))
     assert result is not None and result.step_id == 4 and result.token_ids == []
     assert connector.calls == ["load z", "saved"]
+
+
+@pytest.mark.parametrize(
+    "method, found, wanted",
+    [
+        ("take_finished", None, "two lists of request ids, (sending, receiving)"),
+        ("take_finished", ["sent"], "two lists of request ids, (sending, receiving)"),
+        ("take_finished", ("sent", ()), "two lists of request ids, (sending, receiving)"),
+        ("take_finished", ([], [7]), "two lists of request ids, (sending, receiving)"),
+        ("take_invalid_block_ids", None, "a list of block ids"),
+        ("take_invalid_block_ids", ["6"], "a list of block ids"),
+    ],
+)
+def test_news_of_a_connector_that_are_something_else_name_it(driver, method, found, wanted):
+    connector = Connector()
+    setattr(connector, method, lambda: found)
+    driver.runner.add_connector("store", connector)
+    with pytest.raises(PluginError) as caught:
+        driver.runner.execute(SchedulerOutput(step_id=4, extensions={"store": b"z"}))
+    assert str(caught.value) == (
+        f"The KV connector 'store' ({__name__}:Connector) gives {found!r} from {method}; it has to give {wanted}. Fix the plugin, or "
+        "leave it out with PELTON_PLUGINS."
+    )
 
 
 def test_padding_is_sampled_in_each_way_that_is_asked_for(driver, monkeypatch):
