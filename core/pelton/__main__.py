@@ -1,7 +1,5 @@
 """`python -m pelton`: the `pelton` program where its script is not on the path."""
 
-import sys
-
 from pelton.cli.main import main
 
-sys.exit(main())
+raise SystemExit(main())

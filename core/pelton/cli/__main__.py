@@ -1,3 +1,5 @@
 """`python -m pelton.cli`: as `python -m pelton`."""
 
-import pelton.__main__  # noqa: F401
+from pelton.cli.main import main
+
+raise SystemExit(main())

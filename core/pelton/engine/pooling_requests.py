@@ -29,8 +29,7 @@ def check_pooling_params(params: PoolingParams | None, model: ResolvedModel) -> 
         raise RequestError(f"pooling_params is a {type(params).__name__}; give PoolingParams.", param="pooling_params")
     if params.task not in spec.tasks:
         raise NotSupportedError(
-            f"This model has no task {params.task!r}; it is run for {', '.join(spec.tasks)}.",
-            param="task",
+            f"This model has no task {params.task!r}; it is run for {', '.join(spec.tasks)}.", param="task"
         )
     if params.dimensions is not None:
         _check_dimensions(params, spec, vector_size(model))

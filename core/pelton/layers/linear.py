@@ -211,10 +211,7 @@ class MergedGateUp(LinearModule):
         )
         self.add_norm_gated_linear: AddNormGatedLinear = config.ops.bind("add_norm_gated_linear", needs, tensors)
         self.adapter = config.adapter_layer(
-            shards,
-            norm=norm,
-            activation=needs.activation,
-            base=BaseProduct("add_norm_gated_linear", needs, tensors),
+            shards, norm=norm, activation=needs.activation, base=BaseProduct("add_norm_gated_linear", needs, tensors)
         )
 
     def forward(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

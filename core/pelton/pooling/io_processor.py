@@ -19,6 +19,7 @@ from pelton.messages.request import PoolingParams
 from pelton.model.resolved import ResolvedModel
 from pelton.outputs import PoolingOutput, PoolingRequestOutput
 from pelton.plugins import FIX_IT, Plugins, make
+from pelton.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from pelton.tokenizer import Tokenizer
@@ -57,6 +58,10 @@ class IOProcessor(ABC, Generic[Input, Output]):
     @abstractmethod
     def parse_data(self, data: object) -> Input:
         """Check what the user sent. Raises `RequestError` that names the field; a `ValueError` or `TypeError` becomes one."""
+
+    def merge_sampling_params(self, params: SamplingParams | None = None) -> SamplingParams:
+        """The parameters of a request, with defaults where it gives none. For models that generate: not called yet."""
+        return params or SamplingParams()
 
     def merge_pooling_params(self, params: PoolingParams | None = None) -> PoolingParams:
         """The parameters of a request, with defaults where it gives none."""

@@ -17,15 +17,7 @@ from pelton.lora.registry import AdapterRegistry
 from pelton.lora.request import LoRARequest
 from pelton.messages.request import PoolingParams
 from pelton.outputs import PoolingOutput, PoolingRequestOutput
-from pelton.pooling.io_processor import (
-    DATA,
-    NO_PROCESSOR,
-    IOProcessor,
-    discarding,
-    is_for_processor,
-    parse,
-    prompts_of,
-)
+from pelton.pooling.io_processor import DATA, NO_PROCESSOR, IOProcessor, discarding, is_for_processor, parse, prompts_of
 from pelton.sampling_params import SamplingParams
 
 SENT_TOGETHER = 64  # prompts of one call, in one message to the engine
