@@ -245,6 +245,16 @@ def test_special_tokens_in_a_tag_are_tokens(guidance):
         ({"const": 2**63}, "/const is 9223372036854775808; a whole number"),
         ({"const": -(2**63)}, "/const is -9223372036854775808; a whole number"),
         ({"enum": [-1e308, 2], "type": "integer"}, "/enum/0 is -1e+308; a whole number"),
+        ({"items": {"type": "integer", "minimum": 2**53 + 1}}, "/items/minimum is 9007199254740993; a bound is"),
+        ({"minimum": 2**53 + 1}, "/minimum is 9007199254740993; a bound"),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, "/exclusiveMinimum is 9007199254740992; a bound"),
+        ({"type": "integer", "exclusiveMaximum": -(2**53)}, "/exclusiveMaximum is -9007199254740992; a bound"),
+        ({"type": "integer", "maximum": 2**63 - 2}, "/maximum is 9223372036854775806; a bound"),
+        ({"type": "integer", "minimum": 2**63}, "/minimum is 9223372036854775808; a bound"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "/maximum is -9223372036854775808; a bound"),
+        ({"type": "integer", "allOf": [{"maximum": -9.3e18}, {"minimum": -9.4e18}]}, "/allOf/0/maximum is -9.3e+18;"),
+        ({"type": "number", "maximum": 1e25}, "/maximum is 1e+25; a bound"),
+        ({"type": "string", "minLength": 2**32}, "/minLength is 4294967296; give a whole number from 0 to 2**32 - 1"),
     ],
 )
 def test_a_bad_schema_is_refused_with_its_place(guidance, schema, place):
@@ -267,11 +277,39 @@ def test_a_number_that_is_named_is_the_only_one(guidance, number):
     assert takes(guidance, params, str(number)) and not takes(guidance, params, str(number + 1))
 
 
+INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+@pytest.mark.parametrize(
+    "schema, taken, not_taken",
+    [
+        ({"type": "integer", **INT64}, [0, 2**63 - 1, -(2**63) + 1024], [2**63, -(2**63) - 1]),
+        ({"type": ["integer", "null"], "exclusiveMinimum": -(2**63) - 1, "exclusiveMaximum": 2**63}, [2**63 - 1], [2**63]),
+        ({"type": "integer", "allOf": [INT64]}, [0, -(2**62)], [2**63, -(2**63) - 1]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 2**63 - 1], [-1, 2**64]),
+        ({"type": "integer", "minimum": 2**62}, [2**62, 2**63 - 1], [2**62 - 1]),
+        ({"type": "integer", "exclusiveMinimum": 2**53 + 1, "minimum": 2**53}, [2**53 + 2], [2**53 + 1]),
+        ({"type": "integer", "exclusiveMinimum": -(2**63), "minimum": 10}, [10], [9]),
+        ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, [1.5, 10**30], []),
+        (f'{{"type": "integer", "default": 1e30, "x-most": {10**30}}}', [5], []),
+    ],
+)  # fmt: skip
+def test_large_bounds_are_kept(guidance, schema, taken, not_taken):
+    params = StructuredOutputsParams(json=schema)
+    assert [number for number in taken if not takes(guidance, params, str(number))] == []
+    assert [number for number in not_taken if takes(guidance, params, str(number))] == []
+
+
+@pytest.mark.parametrize("most", [2**32, 10**28])
+def test_a_length_that_no_answer_reaches_is_no_bound(guidance, most):
+    assert takes(guidance, StructuredOutputsParams(json={"type": "string", "maxLength": most}), '"ab"')
+
+
 @pytest.mark.parametrize(
     "params",
     [
-        {"json": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}},
-        {"json": {"type": "integer", "allOf": [{"maximum": -9.3e18}, {"minimum": -9.4e18}]}},
+        {"grammar": 'start: %json {"type": "integer", "minimum": -9.3e18, "maximum": -9.3e18}'},
+        {"grammar": 'start: %json {"type": "integer", "allOf": [{"maximum": -9.3e18}, {"minimum": -9.4e18}]}'},
         {"json": {"$ref": "#/a", "a": {"const": -(2**63)}}},
         {"grammar": 'start: %json {"const": -9223372036854775808}'},
         {"grammar": 'start: %json {"type": "integer", "enum": [-1E308]}'},
