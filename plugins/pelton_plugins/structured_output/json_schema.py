@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from pelton import limits
@@ -38,6 +39,8 @@ _EXACT = 2**53
 """From here on float64 holds only some of the whole numbers, and llguidance computes bounds as that."""
 _WIDEST = {"minimum": -(2**63) + 1024, "maximum": 2**63 - 1}
 """The widest bounds of an integer that it takes: it negates a lower one in 64 bits, where this is the first float64 that it can."""
+_LEAST = 1e-30
+"""The first number above 0, where 0 is none: its regexes nest as deep as a number has digits, and have a limit."""
 _MOST_COUNTED = 2**32 - 1
 """The largest repetition of its regexes."""
 _MAX_OVERLAPPING = 12
@@ -336,8 +339,24 @@ def _with_bounds(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
             del made[name]
         elif kinds is None and sign * bound >= 2**63 - 1:  # it may be of integers by another part of the schema
             made[name] = sign * -_WIDEST["minimum"]
-        elif abs(bound) >= 2**63 or int(float(bound)) != bound:
+        elif abs(bound) >= 2**63 or Decimal(repr(float(bound))) != bound:  # the digits that it writes of it
             raise _unheld_bound(f"{pointer}/{name}", bound)
+    return made if is_integer else _within_one(made)
+
+
+def _within_one(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without an open bound that is a whole number, with the other bound less than 1 farther from 0: llguidance allows
+    0 where a number is above 0 and at most 0.5."""
+    made = dict(schema)
+    for name, plain, sign in _BOUNDS:
+        bound = made.get(name)
+        if name == plain or not _is_number(bound) or bound != int(bound) or sign * bound > 0:
+            continue
+        others = [made.get(other) for other, _, side in _BOUNDS if side == -sign]
+        if any(_is_number(other) and 0 < sign * (bound - other) < 1 for other in others):
+            del made[name]
+            first = math.nextafter(bound, -sign * math.inf) if bound else -sign * _LEAST
+            made[plain] = sign * min(sign * first, sign * made.get(plain, first))
     return made
 
 
@@ -360,7 +379,7 @@ def _unheld_bound(pointer: str, bound: Any) -> RequestError:
     return bad_schema(
         pointer,
         f"is {_short(bound)}; a bound is enforced below 2**63, and from 2**53 on only where a float64 is exactly the last number "
-        "that it allows. Use another number",
+        "that it allows, for numbers that are no integers in 17 digits. Use another number",
     )
 
 

@@ -254,6 +254,7 @@ def test_special_tokens_in_a_tag_are_tokens(guidance):
         ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "/maximum is -9223372036854775808; a bound"),
         ({"type": "integer", "allOf": [{"maximum": -9.3e18}, {"minimum": -9.4e18}]}, "/allOf/0/maximum is -9.3e+18;"),
         ({"type": "number", "maximum": 1e25}, "/maximum is 1e+25; a bound"),
+        ({"type": "number", "exclusiveMaximum": 2**62}, "/exclusiveMaximum is 4611686018427387904; a bound"),
         ({"type": "string", "minLength": 2**32}, "/minLength is 4294967296; give a whole number from 0 to 2**32 - 1"),
     ],
 )
@@ -298,6 +299,24 @@ def test_large_bounds_are_kept(guidance, schema, taken, not_taken):
     params = StructuredOutputsParams(json=schema)
     assert [number for number in taken if not takes(guidance, params, str(number))] == []
     assert [number for number in not_taken if takes(guidance, params, str(number))] == []
+
+
+@pytest.mark.parametrize(
+    "bounds, taken, not_taken",
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.0001"], ["0", "0.0", "0.51"]),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ["1.25"], ["1", "1.0", "1.5"]),
+        ({"minimum": -0.25, "exclusiveMaximum": 0}, ["-0.25", "-0.1"], ["0", "-0", "-0.0"]),
+        ({"minimum": 10, "exclusiveMinimum": 10, "maximum": 10.5}, ["10.5", "10.2"], ["10"]),
+        ({"minimum": 10.25, "exclusiveMinimum": 10, "maximum": 10.5}, ["10.3"], ["10", "10.2"]),
+        ({"exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1"], ["0"]),
+        ({"minimum": 0.1, "exclusiveMaximum": 1}, ["0.1", "0.99"], ["1", "1.0"]),
+    ],
+)
+def test_a_number_is_above_an_open_bound(guidance, bounds, taken, not_taken):
+    params = StructuredOutputsParams(json={"type": "number", **bounds})
+    assert [text for text in taken if not takes(guidance, params, text)] == []
+    assert [text for text in not_taken if takes(guidance, params, text)] == []
 
 
 @pytest.mark.parametrize("most", [2**32, 10**28])
