@@ -39,6 +39,8 @@ _EXACT = 2**53
 """From here on float64 holds only some of the whole numbers, and llguidance computes bounds as that."""
 _WIDEST = {"minimum": -(2**63) + 1024, "maximum": 2**63 - 1}
 """The widest bounds of an integer that it takes: it negates a lower one in 64 bits, where this is the first float64 that it can."""
+_NEAREST = 2e-15
+"""How far from a whole number another one is, for its size: llguidance takes nearer ones for the whole number."""
 _LEAST = 1e-30
 """The first number above 0, where 0 is none: its regexes nest as deep as a number has digits, and have a limit."""
 _MOST_COUNTED = 2**32 - 1
@@ -355,7 +357,7 @@ def _within_one(schema: dict[str, Any]) -> dict[str, Any]:
         others = [made.get(other) for other, _, side in _BOUNDS if side == -sign]
         if any(_is_number(other) and 0 < sign * (bound - other) < 1 for other in others):
             del made[name]
-            first = math.nextafter(bound, -sign * math.inf) if bound else -sign * _LEAST
+            first = bound - sign * (abs(bound) * _NEAREST or _LEAST)
             made[plain] = sign * min(sign * first, sign * made.get(plain, first))
     return made
 

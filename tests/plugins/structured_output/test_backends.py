@@ -310,6 +310,8 @@ def test_large_bounds_are_kept(guidance, schema, taken, not_taken):
         ({"minimum": 10, "exclusiveMinimum": 10, "maximum": 10.5}, ["10.5", "10.2"], ["10"]),
         ({"minimum": 10.25, "exclusiveMinimum": 10, "maximum": 10.5}, ["10.3"], ["10", "10.2"]),
         ({"exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1"], ["0"]),
+        ({"exclusiveMinimum": 1000, "maximum": 1000.5}, ["1000.25", "1000.5"], ["1000", "1000.0"]),
+        ({"minimum": -(10**9) - 0.5, "exclusiveMaximum": -(10**9)}, ["-1000000000.5"], ["-1000000000"]),
         ({"minimum": 0.1, "exclusiveMaximum": 1}, ["0.1", "0.99"], ["1", "1.0"]),
     ],
 )
