@@ -23,12 +23,10 @@ class LoRARequest(msgspec.Struct, frozen=True, kw_only=False):
     """A PEFT folder on the engine's machine: adapter_config.json and adapter_model.safetensors."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lora_name, str) or not 1 <= len(self.lora_name) <= limits.MAX_ADAPTER_NAME_CHARS:
-            raise RequestError(
-                f"lora_name must be a string of 1 to {limits.MAX_ADAPTER_NAME_CHARS} characters",
-                param="lora_name",
-                value=self.lora_name,
-            )
+        name, most = self.lora_name, limits.MAX_ADAPTER_NAME_CHARS
+        if not isinstance(name, str) or not 1 <= len(name) <= most or not name.isprintable():  # it is logged
+            wrong = f"lora_name must be a string of 1 to {most} printable characters"
+            raise RequestError(wrong, param="lora_name", value=name)
         if type(self.lora_int_id) is not int or not 1 <= self.lora_int_id < 2**63:
             raise RequestError(
                 f"lora_int_id must be an integer from 1 to {2**63 - 1}", param="lora_int_id", value=self.lora_int_id

@@ -228,7 +228,7 @@ class EngineRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
         return found
 
 
-def check_plain_data(name: str, value: dict[str, Any], most_bytes: int) -> None:
+def check_plain_data(name: str, value: Any, most_bytes: int) -> None:
     """Raise `RequestError` when `value` cannot be packed, or is too large."""
     try:
         size = len(msgspec.msgpack.encode(value))

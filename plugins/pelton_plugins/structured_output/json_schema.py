@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from pelton import limits
@@ -33,6 +35,16 @@ _SINGLE = ("additionalProperties", "additionalItems", "not", "if", "then", "else
            "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _KEYWORDS = frozenset({*_LISTS, *_SINGLE, *_MAPS, "items", "uniqueItems", "dependencies", "dependentRequired", "minContains",
                        "maxContains", "minProperties", "maxProperties", "multipleOf", "$dynamicRef"})  # fmt: skip
+_EXACT = 2**53
+"""From here on float64 holds only some of the whole numbers, and llguidance computes bounds as that."""
+_WIDEST = {"minimum": -(2**63) + 1024, "maximum": 2**63 - 1}
+"""The widest bounds of an integer that it takes: it negates a lower one in 64 bits, where this is the first float64 that it can."""
+_NEAREST = 2e-15
+"""How far from a whole number another one is, for its size: llguidance takes nearer ones for the whole number."""
+_LEAST = 1e-30
+"""The first number above 0, where 0 is none: its regexes nest as deep as a number has digits, and have a limit."""
+_MOST_COUNTED = 2**32 - 1
+"""The largest repetition of its regexes."""
 _MAX_OVERLAPPING = 12
 """Most branches of a `oneOf` that may overlap: each becomes itself without the others."""
 
@@ -163,7 +175,7 @@ class _Preparation:
         if self._num_nodes > _MAX_NODES:
             raise bad_schema("", f"has more than {_MAX_NODES} schemas in it")
         _check_keywords(schema, pointer)
-        made = {key: value for key, value in schema.items() if key not in _DROPPED}
+        made = _with_bounds({key: value for key, value in schema.items() if key not in _DROPPED}, pointer)
         for name in _MAPS:
             if isinstance(made.get(name), Mapping):
                 made[name] = {
@@ -311,6 +323,68 @@ def _check_keywords(schema: Mapping[str, Any], pointer: str) -> None:
         raise bad_schema(f"{pointer}/$ref", f"is {_short(reference)}; references to other documents are not followed")
 
 
+def _with_bounds(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
+    """The schema with large bounds as llguidance takes them. Raises `RequestError` for one that it would take for another number."""
+    made = {key: value for key, value in schema.items() if key not in _COUNTS_ABOVE or value <= _MOST_COUNTED}
+    kinds = schema.get("type")
+    is_integer = kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
+    for name, plain, sign in _BOUNDS:
+        bound = schema.get(name)
+        if not _is_number(bound) or abs(bound) < _EXACT:
+            continue
+        if is_integer:
+            del made[name]
+            made |= _integer_bound(
+                made, int(bound) - (sign if name != plain else 0), plain, sign, f"{pointer}/{name}", bound
+            )
+        elif sign * bound >= sys.float_info.max:  # every number keeps it
+            del made[name]
+        elif kinds is None and sign * bound >= 2**63 - 1:  # it may be of integers by another part of the schema
+            made[name] = sign * -_WIDEST["minimum"]
+        elif abs(bound) >= 2**63 or Decimal(repr(float(bound))) != bound:  # the digits that it writes of it
+            raise _unheld_bound(f"{pointer}/{name}", bound)
+    return made if is_integer else _within_one(made)
+
+
+def _within_one(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without an open bound that is a whole number, with the other bound less than 1 farther from 0: llguidance allows
+    0 where a number is above 0 and at most 0.5."""
+    made = dict(schema)
+    for name, plain, sign in _BOUNDS:
+        bound = made.get(name)
+        if name == plain or not _is_number(bound) or bound != int(bound) or sign * bound > 0:
+            continue
+        others = [made.get(other) for other, _, side in _BOUNDS if side == -sign]
+        if any(_is_number(other) and 0 < sign * (bound - other) < 1 for other in others):
+            del made[name]
+            first = bound - sign * (abs(bound) * _NEAREST or _LEAST)
+            made[plain] = sign * min(sign * first, sign * made.get(plain, first))
+    return made
+
+
+def _integer_bound(
+    schema: Mapping[str, Any], last: int, plain: str, sign: int, pointer: str, given: Any
+) -> dict[str, int | float]:
+    """The bounds in place of `given`. last: the last integer that keeps it."""
+    outward = sign * last
+    if outward >= 2**63 - 1:
+        last = _WIDEST[plain]
+    elif outward <= -(2**63) + 1024 or int(float(last)) != last:
+        raise _unheld_bound(pointer, given)
+    other = "minimum" if plain == "maximum" else "maximum"
+    found = {plain: sign * min(sign * last, sign * schema.get(plain, last))}
+    # Without the other one llguidance counts up to the next power of ten, which 64 bits do not hold.
+    return found | ({other: _WIDEST[other]} if -outward >= 10**18 and other not in schema else {})
+
+
+def _unheld_bound(pointer: str, bound: Any) -> RequestError:
+    return bad_schema(
+        pointer,
+        f"is {_short(bound)}; a bound is enforced below 2**63, and from 2**53 on only where a float64 is exactly the last number "
+        "that it allows, for numbers that are no integers in 17 digits. Use another number",
+    )
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -347,6 +421,14 @@ def _unheld(value: Any, pointer: str) -> Iterator[tuple[str, Any]]:
             yield pointer, value
 
 
+_COUNTS_ABOVE = frozenset({"maxLength", "maxItems", "maxProperties"})
+_BOUNDS = (
+    ("minimum", "minimum", -1),
+    ("exclusiveMinimum", "minimum", -1),
+    ("maximum", "maximum", 1),
+    ("exclusiveMaximum", "maximum", 1),
+)
+"""(keyword, the one that allows the bound itself, where it bounds to)"""
 _SHAPES: list[tuple[str, Callable[[Any], bool], str]] = [
     *((name, lambda value: isinstance(value, Mapping), "an object of schemas") for name in _MAPS),
     *((name, lambda value: isinstance(value, list) and bool(value), "a list of schemas") for name in ("anyOf", "oneOf", "allOf")),
@@ -358,8 +440,9 @@ _SHAPES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("enum", lambda value: isinstance(value, list), "a list of values"),
     ("pattern", lambda value: isinstance(value, str), "a regex"),
     ("format", lambda value: isinstance(value, str), "the name of a format"),
-    *((name, _is_count, "a whole number, not below 0")
-      for name in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")),
+    *((name, _is_count, "a whole number, not below 0") for name in ("maxLength", "maxItems", "maxProperties")),
+    *((name, lambda value: _is_count(value) and value <= _MOST_COUNTED, "a whole number from 0 to 2**32 - 1")
+      for name in ("minLength", "minItems", "minProperties")),
     *((name, _is_number, "a number") for name in ("minimum", "maximum")),
     ("multipleOf", lambda value: _is_number(value) and value > 0, "a number above 0"),
 ]  # fmt: skip

@@ -68,7 +68,8 @@ class Sources:
 
     def _json(self, schema: Any, params: StructuredOutputsParams) -> str:
         source: str = llguidance.LLMatcher.grammar_from_json_schema(
-            self._schema(schema, params), overrides=self._options(params)
+            json.dumps(self._schema(schema, params)),  # a text may have integers beyond 64 bits, a dict none
+            overrides=self._options(params),
         )
         return source
 

@@ -264,3 +264,25 @@ def test_front_ends_of_one_engine_draw_other_seeds():
     second.draw_apart(2)
     seeds = [one.process("r", [5, 6]).requests[0].seed for one in (first, second, alone)]
     assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"stop": ["a", "\ud800"]}, "stop"),
+        ({"bad_words": ["\ud800"]}, "bad_words"),
+        ({"structured_outputs": StructuredOutputsParams(regex="\ud800")}, "structured_outputs"),
+        ({"structured_outputs": StructuredOutputsParams(choice=["a", "\ud800"])}, "structured_outputs"),
+        ({"structured_outputs": StructuredOutputsParams(json={"maxLength": 10**28})}, "structured_outputs"),
+    ],
+    ids=["stop", "bad_words", "regex", "choice", "json"],
+)
+def test_what_no_message_can_hold_is_refused_with_its_field(
+    processor: InputProcessor, fields: dict[str, Any], name: str
+) -> None:
+    processor = InputProcessor(
+        processor.config, processor.model, processor.tokenizer, structured_output_backends=["any"]
+    )
+    with pytest.raises(RequestError, match=f"{name} must be plain data") as refused:
+        processor.process("r", [5], SamplingParams(**fields))
+    assert refused.value.param == name

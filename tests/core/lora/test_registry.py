@@ -39,6 +39,13 @@ def registry(**more: object) -> AdapterRegistry:
     return AdapterRegistry(LoRAConfig(enable_lora=True), ["base"], **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "\0", "a\x1b[31m", "\ud800", "a" * 257, 5])
+def test_a_name_that_cannot_be_logged_is_refused(name):
+    with pytest.raises(RequestError, match="lora_name must be a string of 1 to 256 printable characters") as refused:
+        LoRARequest(name, 1, "/a")
+    assert refused.value.param == "lora_name"
+
+
 def test_a_number_never_comes_again():
     adapters, request = registry(), LoRARequest("x", 1, "/a")
     first = adapters.ref(request)

@@ -55,6 +55,13 @@ def names(client: openai.OpenAI) -> dict[str, str | None]:
     return {model.id: getattr(model, "parent", None) for model in client.models.list().data}
 
 
+def test_a_name_with_control_characters_is_refused(client, folders):
+    answer = post(client, "load_lora_adapter", lora_name="a\nb", lora_path=str(folders / "first"))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "lora_name"
+    assert "printable characters" in answer.json()["error"]["message"]
+
+
 def test_an_adapter_from_the_start_is_a_model(client):
     assert names(client)["first"] == "tiny"
     assert complete(client, "first") != complete(client, "tiny")

@@ -245,6 +245,17 @@ def test_special_tokens_in_a_tag_are_tokens(guidance):
         ({"const": 2**63}, "/const is 9223372036854775808; a whole number"),
         ({"const": -(2**63)}, "/const is -9223372036854775808; a whole number"),
         ({"enum": [-1e308, 2], "type": "integer"}, "/enum/0 is -1e+308; a whole number"),
+        ({"items": {"type": "integer", "minimum": 2**53 + 1}}, "/items/minimum is 9007199254740993; a bound is"),
+        ({"minimum": 2**53 + 1}, "/minimum is 9007199254740993; a bound"),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, "/exclusiveMinimum is 9007199254740992; a bound"),
+        ({"type": "integer", "exclusiveMaximum": -(2**53)}, "/exclusiveMaximum is -9007199254740992; a bound"),
+        ({"type": "integer", "maximum": 2**63 - 2}, "/maximum is 9223372036854775806; a bound"),
+        ({"type": "integer", "minimum": 2**63}, "/minimum is 9223372036854775808; a bound"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "/maximum is -9223372036854775808; a bound"),
+        ({"type": "integer", "allOf": [{"maximum": -9.3e18}, {"minimum": -9.4e18}]}, "/allOf/0/maximum is -9.3e+18;"),
+        ({"type": "number", "maximum": 1e25}, "/maximum is 1e+25; a bound"),
+        ({"type": "number", "exclusiveMaximum": 2**62}, "/exclusiveMaximum is 4611686018427387904; a bound"),
+        ({"type": "string", "minLength": 2**32}, "/minLength is 4294967296; give a whole number from 0 to 2**32 - 1"),
     ],
 )
 def test_a_bad_schema_is_refused_with_its_place(guidance, schema, place):
@@ -267,11 +278,59 @@ def test_a_number_that_is_named_is_the_only_one(guidance, number):
     assert takes(guidance, params, str(number)) and not takes(guidance, params, str(number + 1))
 
 
+INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+@pytest.mark.parametrize(
+    "schema, taken, not_taken",
+    [
+        ({"type": "integer", **INT64}, [0, 2**63 - 1, -(2**63) + 1024], [2**63, -(2**63) - 1]),
+        ({"type": ["integer", "null"], "exclusiveMinimum": -(2**63) - 1, "exclusiveMaximum": 2**63}, [2**63 - 1], [2**63]),
+        ({"type": "integer", "allOf": [INT64]}, [0, -(2**62)], [2**63, -(2**63) - 1]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 2**63 - 1], [-1, 2**64]),
+        ({"type": "integer", "minimum": 2**62}, [2**62, 2**63 - 1], [2**62 - 1]),
+        ({"type": "integer", "exclusiveMinimum": 2**53 + 1, "minimum": 2**53}, [2**53 + 2], [2**53 + 1]),
+        ({"type": "integer", "exclusiveMinimum": -(2**63), "minimum": 10}, [10], [9]),
+        ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, [1.5, 10**30], []),
+        (f'{{"type": "integer", "default": 1e30, "x-most": {10**30}}}', [5], []),
+    ],
+)  # fmt: skip
+def test_large_bounds_are_kept(guidance, schema, taken, not_taken):
+    params = StructuredOutputsParams(json=schema)
+    assert [number for number in taken if not takes(guidance, params, str(number))] == []
+    assert [number for number in not_taken if takes(guidance, params, str(number))] == []
+
+
+@pytest.mark.parametrize(
+    "bounds, taken, not_taken",
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.0001"], ["0", "0.0", "0.51"]),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ["1.25"], ["1", "1.0", "1.5"]),
+        ({"minimum": -0.25, "exclusiveMaximum": 0}, ["-0.25", "-0.1"], ["0", "-0", "-0.0"]),
+        ({"minimum": 10, "exclusiveMinimum": 10, "maximum": 10.5}, ["10.5", "10.2"], ["10"]),
+        ({"minimum": 10.25, "exclusiveMinimum": 10, "maximum": 10.5}, ["10.3"], ["10", "10.2"]),
+        ({"exclusiveMinimum": 0, "maximum": 1}, ["0.5", "1"], ["0"]),
+        ({"exclusiveMinimum": 1000, "maximum": 1000.5}, ["1000.25", "1000.5"], ["1000", "1000.0"]),
+        ({"minimum": -(10**9) - 0.5, "exclusiveMaximum": -(10**9)}, ["-1000000000.5"], ["-1000000000"]),
+        ({"minimum": 0.1, "exclusiveMaximum": 1}, ["0.1", "0.99"], ["1", "1.0"]),
+    ],
+)
+def test_a_number_is_above_an_open_bound(guidance, bounds, taken, not_taken):
+    params = StructuredOutputsParams(json={"type": "number", **bounds})
+    assert [text for text in taken if not takes(guidance, params, text)] == []
+    assert [text for text in not_taken if takes(guidance, params, text)] == []
+
+
+@pytest.mark.parametrize("most", [2**32, 10**28])
+def test_a_length_that_no_answer_reaches_is_no_bound(guidance, most):
+    assert takes(guidance, StructuredOutputsParams(json={"type": "string", "maxLength": most}), '"ab"')
+
+
 @pytest.mark.parametrize(
     "params",
     [
-        {"json": {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}},
-        {"json": {"type": "integer", "allOf": [{"maximum": -9.3e18}, {"minimum": -9.4e18}]}},
+        {"grammar": 'start: %json {"type": "integer", "minimum": -9.3e18, "maximum": -9.3e18}'},
+        {"grammar": 'start: %json {"type": "integer", "allOf": [{"maximum": -9.3e18}, {"minimum": -9.4e18}]}'},
         {"json": {"$ref": "#/a", "a": {"const": -(2**63)}}},
         {"grammar": 'start: %json {"const": -9223372036854775808}'},
         {"grammar": 'start: %json {"type": "integer", "enum": [-1E308]}'},
