@@ -287,11 +287,7 @@ class InputProcessor:
             params.structured_outputs = self._resolve_reasoning_end(params.structured_outputs)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer (skip_tokenizer_init is set); use stop_token_ids.", param="stop")
-        for name in (
-            "stop",
-            "bad_words",
-            "structured_outputs",
-        ):  # a text that is not Unicode, an integer beyond 64 bits
+        for name in ("stop", "bad_words", "structured_outputs"):  # no lone surrogates, no integers beyond 64 bits
             if value := getattr(params, name):
                 check_plain_data(name, value, limits.MAX_IPC_MESSAGE_BYTES)
         if params.extra_args is not None:

@@ -35,7 +35,6 @@ from pelton_platforms.device.graphs.captures import run_split_at_attention
 from pelton_platforms.device.graphs.graph_runner import GraphRunner
 from pelton_platforms.device.kv_pool import KVPool, copies_at_once, handed_blocks
 from pelton_platforms.device.steps.batch_state import BatchState
-from pelton_platforms.device.steps.connector_news import take_news
 from pelton_platforms.device.steps.masks import MaskPlaces
 from pelton_platforms.device.steps.masks_ahead import MasksAhead, StreamWait, make_masks_ahead
 from pelton_platforms.device.steps.readback import Readback, StepOutput
@@ -490,8 +489,11 @@ class ModelRunner:
 
     def _given(self, launched: StepOutput) -> ModelOutput | PendingOutput:
         """On a CPU the step is done."""
-        for name, connector in self.connectors.items():
-            take_news(name, connector, launched.output)
+        if self.connectors:
+            from pelton_platforms.device.steps.connector_news import take_news  # most starts do not need it
+
+            for name, connector in self.connectors.items():
+                take_news(name, connector, launched.output)
         if self.state.device.type != "cpu":
             return launched
         return launched.result()
