@@ -224,6 +224,42 @@ def _row_of(place, column, expert, SIZE: gl.constexpr, IS_GATED: gl.constexpr):
     return row
 
 
+@gluon.jit
+def _store(
+    total, bias, share, out, order, first, expert, start, count,
+    SIZE: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Store what a tile's sums [M, N] become, by pair: with the activation, or times the pair's weight. order: of the expert's pairs."""
+    M: gl.constexpr = total.shape[0]
+    N: gl.constexpr = total.shape[1]
+    IS_GATED: gl.constexpr = ACTIVATION is not None
+    COLUMNS: gl.constexpr = M // 2 if IS_GATED else M
+    dtype: gl.constexpr = out.dtype.element_ty
+    if bias is not None:
+        place = gl.arange(0, M, gl.SliceLayout(1, total.type.layout))
+        column = _column_of(place, first, IS_GATED)
+        cells = bias + _row_of(place, column, expert, SIZE, IS_GATED)
+        total += gl.load(cells, mask=column < SIZE, other=0.0).to(gl.float32)[:, None]
+    if IS_GATED:
+        gate, up = gl.split(gl.permute(gl.reshape(total, (M // 16, 2, 8, N)), (0, 2, 3, 1)))
+        gate, up = gl.reshape(gate, (COLUMNS, N)), gl.reshape(up, (COLUMNS, N))
+        result = gated(gate, up, LIMIT, ACTIVATION, dtype)
+    else:
+        result = total
+    layout: gl.constexpr = result.type.layout
+    at = start + gl.arange(0, N, gl.SliceLayout(0, layout))
+    is_pair = at < count
+    pairs = gl.load(order + at, mask=is_pair, other=0)
+    column = first + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
+    target = column
+    if IS_GATED:
+        target = _place_in_words(column)
+    else:
+        result = (result * gl.load(share + pairs, mask=is_pair, other=0.0)[None, :]).to(dtype)
+    cells = out + (pairs.to(gl.int64) * SIZE)[None, :] + target[:, None]
+    gl.store(cells, result, mask=is_pair[None, :] & (column < SIZE)[:, None], eviction_policy="evict_last")
+
+
 @gluon.jit(do_not_specialize=["capacity"])
 def mxfp4_kernel(
     x, weight, weight_scale, bias, share, out, order, count_ptr, capacity, x_stride,
@@ -316,29 +352,7 @@ def mxfp4_kernel(
             total = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(total,)))
     total = warpgroup_mma_wait(0, deps=(total,)) * _UPWARDS
     async_copy.wait_group(0)
-    if bias is not None:
-        place = gl.arange(0, M, gl.SliceLayout(1, ACROSS))
-        column = _column_of(place, first, IS_GATED)
-        cells = bias + _row_of(place, column, expert, SIZE, IS_GATED)
-        total += gl.load(cells, mask=column < SIZE, other=0.0).to(gl.float32)[:, None]
-    if IS_GATED:
-        gate, up = gl.split(gl.permute(gl.reshape(total, (M // 16, 2, 8, N)), (0, 2, 3, 1)))
-        gate, up = gl.reshape(gate, (COLUMNS, N)), gl.reshape(up, (COLUMNS, N))
-        result = gated(gate, up, LIMIT, ACTIVATION, dtype)
-    else:
-        result = total
-    layout: gl.constexpr = result.type.layout
-    at = start + gl.arange(0, N, gl.SliceLayout(0, layout))
-    is_pair = at < count
-    pairs = gl.load(order + at, mask=is_pair, other=0)
-    column = first + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
-    target = column
-    if IS_GATED:
-        target = _place_in_words(column)
-    else:
-        result = (result * gl.load(share + pairs, mask=is_pair, other=0.0)[None, :]).to(dtype)
-    cells = out + (pairs.to(gl.int64) * SIZE)[None, :] + target[:, None]
-    gl.store(cells, result, mask=is_pair[None, :] & (column < SIZE)[:, None], eviction_policy="evict_last")
+    _store(total, bias, share, out, order, first, expert, start, count, SIZE, ACTIVATION, LIMIT)
 
 
 @triton.jit
