@@ -107,10 +107,21 @@ def test_experts_are_rounded_while_they_load(tmp_path: Path, monkeypatch: pytest
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("kind", ["block", "channel", "tensor"])
+def test_made_up_weights_are_those_of_the_checkpoint_s_form(tmp_path: Path, kind: str) -> None:
+    _, packed = write_both(tmp_path, "qwen3_moe", kind, lambda name: ".experts." in name or kind == "block")
+    (packed / "model.safetensors").unlink()
+    with make_llm(str(packed), load_format="dummy") as llm:
+        answers = generate(llm, make_prompts(VOCAB_SIZE, (1, 17)), greedy(8))
+    assert len(set(answers[0])) > 1 and answers[0] != answers[1]
+
+
 def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
     _, packed = write_both(tmp_path, "qwen3_moe", "block", lambda name: True)
     tensors = load_file(packed / "model.safetensors")
     name = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
     save_file(tensors | {name: tensors[name][:, :1].repeat(1, 9)}, packed / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"experts\.0\.down_proj\.weight_scale_inv is \[.*, 9\]; expected"):
+    with pytest.raises(
+        ConfigError, match=r"experts\.0\.down_proj\.weight_scale_inv is \[.*, 9\]; config.json makes it"
+    ):
         make_llm(str(packed))

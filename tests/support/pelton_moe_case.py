@@ -101,7 +101,8 @@ def packed_experts(name: str, weight: torch.Tensor, spec: ExpertsSpec) -> dict[s
             zeros = torch.randint(0, 2**bits, scale.shape, generator=generator)
             words = pack_scales(scale.bfloat16(), zeros)
         return {name: packed.to(weight.device), f"{name}_scale": words.to(weight.device)}
-    scales = (torch.rand(count, rows, groups, generator=generator) + 0.5) / 448
+    some = (torch.rand(count, -(-rows // spec.group_rows), groups, generator=generator) + 0.5) / 448
+    scales = some.repeat_interleave(spec.group_rows, dim=1)[:, :rows].contiguous()
     return {
         name: (weight.float() * 448).clamp(-448, 448).to(torch.float8_e4m3fn),
         f"{name}_scale": scales.to(weight.device),

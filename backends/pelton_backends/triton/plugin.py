@@ -30,6 +30,8 @@ _ENTRIES = (
     ("add_norm_linear", "triton_fp8", 50, "linear.fp8:Fp8AddNormLinear"),
     ("add_norm_gated_linear", "triton_fp8", 50, "linear.fp8:Fp8AddNormGatedLinear"),
     ("linear", "triton_fp8_blocks", 50, "linear.fp8_blocks:Fp8BlocksLinear"),
+    ("add_norm_linear", "triton_fp8_blocks", 50, "linear.fp8_blocks:Fp8BlocksAddNormLinear"),
+    ("add_norm_gated_linear", "triton_fp8_blocks", 50, "linear.fp8_blocks:Fp8BlocksAddNormLinear"),
     ("linear", "triton_grouped", 50, "linear.grouped:GroupedLinear"),
     ("add_norm_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormLinear"),
     ("add_norm_gated_linear", "triton_grouped", 50, "linear.grouped:GroupedAddNormGatedLinear"),

@@ -14,6 +14,7 @@ from pelton.config import EngineConfig
 from pelton.model.resolved import ResolvedModel
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from pelton.parallel.context import ParallelContext
@@ -23,6 +24,7 @@ class LazyWeight(ABC):
     """One tensor of a checkpoint, not read yet."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None  # None: not known before it is read
 
     @abstractmethod
     def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:

@@ -129,6 +129,7 @@ class LinearSpec:
     has_bias: bool = optional(False)
     inputs: InputRounding | None = optional(None)  # None: as they are
     parts: tuple[int, ...] = ()  # rows of each part, in formats that keep the parts of a merged matrix apart
+    group_rows: int = 1  # rows that have the same scales, from the first one on
     is_ordered: bool = optional(False)
     """Column c of the weight meets column `tensors["order"][c]` of the inputs; [in] int32."""
 

@@ -51,6 +51,7 @@ class ExpertsSpec:
     uint8, powers of two from 2^-127, of 32. nf4, fp4: bytes alike; float32. int4_grouped, int4_minima: bytes alike, int8_grouped,
     int8_minima: uint8 codes; int32. Of `packed_blocks`, as `weight_format` there says: `gate`, `up`, `down` [E, *panels_shape] in place."""
     group_size: int | None = optional(None)  # numbers of a row with one scale, but for mxfp4; None: all
+    group_rows: int = 1  # rows that have the same scales, from the first one of gate, of up and of down on
     has_bias: bool = optional(False)  # `gate_up_bias` [E, 2 I] and `down_bias` [E, H]
     first_expert: int = optional(0)
     num_held: int | None = optional(None)

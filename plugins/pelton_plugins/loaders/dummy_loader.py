@@ -3,7 +3,8 @@
 A loader hands out what a checkpoint holds; this one has none, so the worker tells it which tensors the model
 expects. Each is drawn on its own from its name: the same in every run, on every rank, for one type of device. On a GPU the
 device draws, in the model's dtype, in place; its numbers are others than the CPU's. Of an AWQ checkpoint (config.json's
-quantization_config) the packed numbers are random words, and the scales such that weights are as large as those of other models.
+quantization_config) the packed numbers are random words, and the scales such that weights are as large as those of other models;
+so of one in e4m3, with scales for blocks, rows or matrices.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _SCALE = 0.02  # of matrices, as most models are initialised
 _PACKED = (".qweight", ".qzeros")
 _GROUP_SCALES = (0.002, 0.004)  # times a code of 4 bits minus another: 0.02
 _EXPONENT = 118
+_E4M3_SIZE, _E4M3_SCALES = 100.0, (0.0001, 0.0003)  # of numbers; of what they are multiplied by: 0.02
+_E4M3_MOST = 448.0
+_E4M3_SUFFIXES = (".weight_scale_inv", ".weight_scale")
 
 
 class RandomWeight(LazyWeight):
@@ -44,8 +48,8 @@ class RandomWeight(LazyWeight):
     def _draw(self, generator: torch.Generator) -> Tensor:
         if self.name.endswith(_PACKED):
             return torch.randint(-(2**31), 2**31, self.shape, generator=generator, dtype=torch.int32)
-        if self.name.endswith(".scales"):
-            least, most = _GROUP_SCALES
+        if self.name.endswith((".scales", *_E4M3_SUFFIXES)):
+            least, most = _GROUP_SCALES if self.name.endswith(".scales") else _E4M3_SCALES
             return torch.rand(self.shape, generator=generator) * (most - least) + least
         return torch.randn(self.shape, generator=generator) * _SCALE + self._mean()
 
@@ -76,6 +80,26 @@ def _part(whole: Tensor, dim: int | None, start: int, stop: int | None) -> Tenso
     return whole if dim is None else whole.narrow(dim, start, (whole.shape[dim] if stop is None else stop) - start)
 
 
+class RandomE4m3(RandomWeight):
+    """A matrix in e4m3 of a checkpoint that has scales for it."""
+
+    dtype = torch.float8_e4m3fn
+
+    def read(self, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
+        return _part(self._numbers(torch.device("cpu")), dim, start, stop)
+
+    def fill(self, target: Tensor, dim: int | None = None, start: int = 0, stop: int | None = None) -> bool:
+        if target.device.type == "cpu" or target.dtype != self.dtype:
+            return False
+        target.copy_(_part(self._numbers(target.device), dim, start, stop))
+        return True
+
+    def _numbers(self, device: torch.device) -> Tensor:
+        generator = torch.Generator(device).manual_seed(self._number())
+        numbers = torch.randn(self.shape, generator=generator, device=device) * _E4M3_SIZE
+        return numbers.clamp_(-_E4M3_MOST, _E4M3_MOST).to(self.dtype)
+
+
 class DummyLoader(WeightLoader):
     """`expect` comes before `weights`: there is no file that says which tensors there are."""
 
@@ -89,7 +113,9 @@ class DummyLoader(WeightLoader):
 
     def weights(self) -> Iterator[tuple[str, LazyWeight]]:
         for name, shape in self._expected.items():
-            yield name, RandomWeight(name, shape, self._dtype, self._seed)
+            stem = name.removesuffix(".weight")
+            is_e4m3 = stem != name and any(stem + suffix in self._expected for suffix in _E4M3_SUFFIXES)
+            yield name, (RandomE4m3 if is_e4m3 else RandomWeight)(name, shape, self._dtype, self._seed)
 
     @property
     def total_bytes(self) -> int:

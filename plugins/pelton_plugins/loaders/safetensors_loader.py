@@ -21,7 +21,7 @@ from pelton.model.formats import read_json
 from pelton.model.loading import LazyWeight, WeightLoader
 from pelton.model.resolved import ResolvedModel
 from pelton_plugins.loaders.parallel_reader import FileSource, ParallelReader
-from pelton_plugins.loaders.safetensors_header import Header, read_header
+from pelton_plugins.loaders.safetensors_header import DTYPES, Header, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,7 +152,7 @@ class SafetensorsWeight(LazyWeight):
     """A view of the mapped file: keep neither it nor what `read` gives, or the mapping stays."""
 
     def __init__(self, file: Path, name: str, view: Any, ranges: FileRanges | None = None) -> None:
-        self.shape = tuple(view.get_shape())
+        self.shape, self.dtype = tuple(view.get_shape()), DTYPES.get(view.get_dtype())
         self.is_filled = False
         """What was asked for went into place: the mapping was not touched."""
         self._file = file

@@ -118,7 +118,7 @@ class NotedWeight(LazyWeight):
     """A weight that notes which slices are asked for."""
 
     def __init__(self, weight: LazyWeight, spans: set[Span]) -> None:
-        self.shape = weight.shape
+        self.shape, self.dtype = weight.shape, weight.dtype
         self._weight, self._spans = weight, spans
 
     def _note(self, dim: int | None, start: int, stop: int | None) -> None:

@@ -122,7 +122,7 @@ class StreamedWeight(LazyWeight):
     """A tensor of a source."""
 
     def __init__(self, source: ByteSource, place: TensorPlace, reader: ParallelReader) -> None:
-        self.shape = place.shape
+        self.shape, self.dtype = place.shape, place.dtype
         self._source, self._place, self._reader = source, place, reader
         self._whole: Tensor | None = None  # its slices may be asked for one by one
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -184,14 +185,16 @@ class SparseMoe(nn.Module):
             first, num_held = _held(parallel, num_places, prefix)
         else:
             width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
-        group_size = None
+        group_size, group_rows = None, 1
         if make_experts is None:
             some = f"{prefix}.{names.experts}.{first % routing.num_experts}"
             shards = _shards(config, some, hidden_size, intermediate_size, width, names)
             weight_format, group_size = _form(config, list(shards.values()))
+            group_rows = _group_rows(config, list(shards.values())) if group_size else 1
         spec = ExpertsSpec(
             hidden_size=hidden_size, intermediate_size=width, activation=_activation(activation), limit=limit,
-            has_bias=has_bias, weight_format=weight_format, group_size=group_size, first_expert=first, num_held=num_held,
+            has_bias=has_bias, weight_format=weight_format, group_size=group_size, group_rows=group_rows, first_expert=first,
+            num_held=num_held,
         )  # fmt: skip
         self.routing, self.norm, self.shared = routing, norm, shared
         self.placement = [place % routing.num_experts for place in range(num_places)]
@@ -375,6 +378,12 @@ def _form(config: BuildConfig, shards: list[LinearShard]) -> tuple[str, int | No
     if form is None and config.quantization.name != PlainWeights.name and decoded_weights(config) is not None:
         _report_decoded(config.quantization.name, config.dtype_name)
     return form or ("plain", None)
+
+
+def _group_rows(config: BuildConfig, shards: list[LinearShard]) -> int:
+    """Return how many rows of each of these have the same scales, from its first one on."""
+    rows_of = getattr(getattr(config.quantization, "experts", None), "group_rows", None)
+    return 1 if rows_of is None else math.gcd(*map(rows_of, shards))
 
 
 def _common(forms: list[tuple[str, int | None] | None]) -> tuple[str, int | None] | None:

@@ -6,6 +6,7 @@ scales of their own, and one op reads all.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from pelton.errors import ConfigError
 from pelton.ops.interface import InputRounding, LinearSpec, LinearWeights
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.cache_scales import take_cache_scales
-from pelton_plugins.quantization.fp8_decoded import BlockExperts, DecodedFp8
+from pelton_plugins.quantization.fp8_decoded import BlockExperts, DecodedFp8, take_numbers
 from pelton_plugins.quantization.numbers import E4M3, round_rows, row_scales
 from pelton_plugins.quantization.reference import BLOCKS_FORMAT, FORMAT
 
@@ -129,18 +130,8 @@ class StoredFp8(Fp8Weights):
 
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         shape = (shard.num_rows, shard.num_cols)
-        config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(self._take_weight, shard))
+        config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(take_numbers, shard))
         config.weights.expect(f"{shard.name}.weight_scale", None, scale, fill=partial(self._take_scale, shard))
-
-    def _take_weight(self, shard: LinearShard, weight: LazyWeight, place: Tensor) -> None:
-        is_row_parallel = place.shape[1] < shard.num_cols
-        numbers = weight.read(1, *shard.cols) if is_row_parallel else weight.read(0, *shard.rows)
-        if numbers.dtype != E4M3:
-            raise ConfigError(
-                f"{shard.name}.weight is {str(numbers.dtype).removeprefix('torch.')}, and config.json's quantization_config "
-                f"({self.name}) says it is float8_e4m3fn. Check that config.json belongs to these weights."
-            )
-        place.copy_(numbers)
 
     def _take_scale(self, shard: LinearShard, weight: LazyWeight, place: Tensor) -> None:
         scales = weight.read().float().flatten()
@@ -246,17 +237,19 @@ class BlockFp8:
         num_rows, num_cols = sum(counts), shards[0].cols[1] - shards[0].cols[0]
         weight = config.empty(num_rows, num_cols, dtype=E4M3)
         scale = config.empty(num_rows, num_cols // size, dtype=torch.float32)
-        first = 0
+        first, group_rows = 0, 0
         for shard, count in zip(shards, counts, strict=True):
             rows = slice(first, first + count - shard.padding)
+            group_rows = math.gcd(group_rows, blocks.group_rows(shard), first)
             blocks.expect(config, shard, weight[rows], scale[rows])
             scale[rows.stop : first + count] = 0
             weight[rows.stop : first + count] = 0
             first += count
         vector = make_bias(config, shards) if bias else None
         spec = LinearSpec(
-            in_features=num_cols, out_features=num_rows, weight_format=BLOCKS_FORMAT, has_bias=vector is not None
-        )
+            in_features=num_cols, out_features=num_rows, weight_format=BLOCKS_FORMAT, has_bias=vector is not None,
+            group_rows=group_rows,
+        )  # fmt: skip
         return LinearWeights(spec, {"weight": weight, "weight_scale": scale}, vector)
 
     def _group_size(self, shards: Sequence[LinearShard]) -> int | None:

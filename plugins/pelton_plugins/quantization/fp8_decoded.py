@@ -64,7 +64,8 @@ class DecodedFp8(PlainWeights):
         halves = _Halves(shard, self._block, self._scale)
         shape = (shard.num_rows, shard.num_cols)
         config.weights.expect(f"{shard.name}.weight", shape, target, fill=halves.take_weight)
-        config.weights.expect(f"{shard.name}.{self._scale}", None, target, fill=halves.take_scale)
+        blocks = num_blocks(shard, self._block) if self._block else None
+        config.weights.expect(f"{shard.name}.{self._scale}", blocks, target, fill=halves.take_scale)
 
 
 class BlockExperts:
@@ -78,10 +79,15 @@ class BlockExperts:
         is_whole = size >= 16 and size & (size - 1) == 0 and shard.cols[0] % size == 0
         return ("e4m3", size) if is_whole and self._method.is_kept(shard) else None
 
+    def group_rows(self, shard: LinearShard) -> int:
+        """Return how many rows have the same scales, from this rank's first one on."""
+        return math.gcd(self._block[0], shard.rows[0])
+
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         shape = (shard.num_rows, shard.num_cols)
-        config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(_take_numbers, shard))
-        config.weights.expect(f"{shard.name}.weight_scale_inv", None, scale, fill=partial(self._take_scales, shard))
+        config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(take_numbers, shard))
+        blocks = num_blocks(shard, self._block)
+        config.weights.expect(f"{shard.name}.weight_scale_inv", blocks, scale, fill=partial(self._take_scales, shard))
         config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
 
     def _take_scales(self, shard: LinearShard, weight: LazyWeight, target: Tensor) -> None:
@@ -91,24 +97,40 @@ class BlockExperts:
         target.copy_(scales[rows, first : first + target.shape[1]])
 
 
-def _take_numbers(shard: LinearShard, weight: LazyWeight, target: Tensor) -> None:
-    target.copy_(_read_numbers(shard, weight)[slice(*shard.rows), slice(*shard.cols)])
+def num_blocks(shard: LinearShard, block: Sequence[int]) -> tuple[int, int]:
+    return math.ceil(shard.num_rows / block[0]), math.ceil(shard.num_cols / block[1])
+
+
+def take_numbers(shard: LinearShard, weight: LazyWeight, target: Tensor) -> None:
+    """Put a rank's part of a matrix into place, as its loader does it fastest."""
+    part = (1, *shard.cols) if shard.cols[1] - shard.cols[0] < shard.num_cols else (0, *shard.rows)
+    if weight.dtype is not None:
+        _check_dtype(shard, weight.dtype)
+        if weight.fill_later(target, *part):
+            return
+    numbers = weight.read(*part)
+    _check_dtype(shard, numbers.dtype)
+    target.copy_(numbers)
 
 
 def _read_numbers(shard: LinearShard, weight: LazyWeight) -> Tensor:
     numbers = weight.read()
-    if numbers.dtype != E4M3:
-        raise ConfigError(
-            f"{shard.name}.weight is {str(numbers.dtype).removeprefix('torch.')}, and config.json's "
-            "quantization_config says it is float8_e4m3fn. Check that config.json belongs to these weights."
-        )
+    _check_dtype(shard, numbers.dtype)
     return numbers
+
+
+def _check_dtype(shard: LinearShard, dtype: torch.dtype) -> None:
+    if dtype != E4M3:
+        raise ConfigError(
+            f"{shard.name}.weight is {str(dtype).removeprefix('torch.')}, and config.json's quantization_config says it is "
+            "float8_e4m3fn. Check that config.json belongs to these weights."
+        )
 
 
 def _read_scales(shard: LinearShard, block: Sequence[int] | None, name: str, weight: LazyWeight) -> Tensor:
     scales = weight.read().float()
     if block:
-        wanted = math.ceil(shard.num_rows / block[0]), math.ceil(shard.num_cols / block[1])
+        wanted = num_blocks(shard, block)
         is_right = tuple(scales.shape) == wanted
     else:
         wanted, is_right = (shard.num_rows, 1), scales.numel() in (1, shard.num_rows)

@@ -369,6 +369,8 @@ def test_products_of_some_tokens_in_e4m3_stream(
 @pytest.mark.parametrize(
     "form, is_streamed",
     [({"weight_format": "e4m3"}, True), ({}, True), ({"weight_format": "e4m3", "group_size": 32}, False),
+     ({"weight_format": "e4m3", "group_size": 128, "group_rows": 64}, True),
+     ({"weight_format": "e4m3", "group_size": 128, "group_rows": 32}, False),
      ({"weight_format": "e4m3", "has_bias": True}, False), ({"weight_format": "mxfp4"}, False)],
     ids=str,
 )  # fmt: skip
@@ -422,16 +424,22 @@ def test_two_byte_weights_stream_where_that_was_faster(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [40, 128, 200])
-@pytest.mark.parametrize("weight_format", ["e4m3", "plain"])
-def test_streamed_experts_stay_near(num_tokens: int, weight_format: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"weight_format": "e4m3"},
+        {"weight_format": "e4m3", "group_size": 128, "group_rows": 64},
+        {"weight_format": "plain"},
+    ],
+    ids=["rows", "blocks", "plain"],
+)
+def test_streamed_experts_stay_near(num_tokens: int, form: dict[str, Any], device: torch.device) -> None:
     """Choices that are even, and the same for all tokens: most pairs are in tiles beyond an expert's first, and most experts have none.
 
     The reference rounds too: its rows are off by up to 0.007 of their norm from sums in float64, on a CPU. A few rows may have other
     experts, where two are almost equally good."""
     routing = RoutingSpec(num_experts=64, top_k=4)
-    needs, tensors, x, slots = moe_case(
-        device, routing, num_tokens, torch.bfloat16, sizes=(2048, 256), weight_format=weight_format
-    )
+    needs, tensors, x, slots = moe_case(device, routing, num_tokens, torch.bfloat16, sizes=(2048, 256), **form)
     for _ in range(2):
         check_rows_are_near(TritonMoe.bind(needs, tensors), needs, tensors, x, slots)
         tensors.router.zero_()

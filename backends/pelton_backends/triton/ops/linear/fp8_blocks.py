@@ -1,8 +1,9 @@
 """Products with weights in float8_e4m3fn whose blocks have scales ("fp8_blocks"); inputs are not rounded.
 
 The checkpoint has a scale for each block of a matrix; here each row has its blocks' (`weight_scale` [N, K / G] float32, G a power of
-two from 16), so that parts of a merged matrix may begin anywhere. One row reads the matrix once; up to `MAX_TOKENS` rows go through
-tensor cores, the sums of a block meeting its scale in float32; more rows have a part of the matrix decoded into memory, for cuBLAS.
+two from 16), so that parts of a merged matrix may begin anywhere. Up to `MAX_TOKENS` rows the sums of a block meet its scale in
+float32: on Hopper, in bfloat16, for blocks of 128 columns whose rows come in runs of 64 (`LinearSpec.group_rows`), in `hopper_blocks`, with the norm
+before and the activation behind; else by kernels of this module, one of them for one row. For more rows the matrix is decoded into memory.
 """
 
 from __future__ import annotations
@@ -14,12 +15,33 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from pelton.ops.interface import Linear, LinearNeeds, LinearTensors
+from pelton.ops.interface import (
+    AddNormGatedLinearNeeds,
+    AddNormGatedLinearTensors,
+    AddNormLinear,
+    AddNormLinearNeeds,
+    AddNormLinearTensors,
+    Linear,
+    LinearNeeds,
+    LinearTensors,
+    LinearWeights,
+)
 from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
-from pelton_backends.triton.ops.linear.refusals import dtype_refusals, format_refusals
+from pelton_backends.triton.ops.linear.hopper_blocks import (
+    BLOCK_COLUMNS,
+    BLOCK_ROWS,
+    BlocksProduct,
+    add_norm_split,
+    split_rows,
+)
+from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
+from pelton_backends.triton.ops.linear.hopper_split_k import can_multiply
+from pelton_backends.triton.ops.linear.large_batch import MIN_GATED_SHARE, MIN_ROWS, MIN_SHARE, add_norm, gated
+from pelton_backends.triton.ops.linear.refusals import dtype_refusals, format_refusals, product_refusals
 from pelton_backends.triton.ops.moe.packed import _product_e4m3, _row_sums, decode_kernel
-from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
+from pelton_backends.triton.ops.pieces import Norm
+from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +49,8 @@ if TYPE_CHECKING:
 FORMAT = "fp8_blocks"
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 256
-NUMBERS_AT_ONCE = 2**25
-"""Of a matrix, decoded for cuBLAS."""
+NUMBERS_AT_ONCE = 2**27
+"""Of a matrix, decoded."""
 _DECODED_ROWS = 16
 _ONE_ROW = {"R": 8, "BK": 512}
 """Rows of the weight and columns at once, of a program."""
@@ -83,27 +105,66 @@ class Fp8BlocksLinear:
 
     @staticmethod
     def bind(needs: LinearNeeds, tensors: LinearTensors) -> Linear:
-        return Fp8BlocksMatrix(tensors)
+        return Fp8BlocksMatrix(tensors.linear, needs.dtype)
+
+
+class Fp8BlocksAddNormLinear:
+    handles = HANDLES
+
+    @staticmethod
+    def unsupported(needs: AddNormLinearNeeds | AddNormGatedLinearNeeds) -> list[str]:
+        return product_refusals(needs, (FORMAT,), DTYPES)
+
+    @staticmethod
+    def bind(
+        needs: AddNormLinearNeeds | AddNormGatedLinearNeeds, tensors: AddNormLinearTensors | AddNormGatedLinearTensors
+    ) -> AddNormLinear:
+        matrix = Fp8BlocksMatrix(tensors.linear, needs.dtype, getattr(needs, "activation", None))
+        norm, post_norm = needs.norm, needs.post_norm
+        before, after = Norm(tensors.norm, norm.eps, norm.unit_offset), None
+        if post_norm is not None:
+            assert tensors.post_norm is not None
+            after = Norm(tensors.post_norm, post_norm.eps, post_norm.unit_offset)
+
+        def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            if matrix.few is not None and hidden.shape[0] <= MAX_TOKENS:
+                residual, rows, inverse = add_norm_split(hidden, residual, before, after)
+                return matrix.few(rows, inverse, hidden.dtype), residual
+            residual, rows = add_norm(hidden, residual, tensors.norm, norm, tensors.post_norm, post_norm)
+            return matrix(rows), residual
+
+        return call
 
 
 class Fp8BlocksMatrix:
-    """One bound matrix."""
+    """One bound matrix, with the activation of its halves if there is one."""
 
-    def __init__(self, tensors: LinearTensors) -> None:
-        weights = tensors.linear
+    def __init__(self, weights: LinearWeights, dtype: str, activation: str | None = None) -> None:
         self.weight, self.scales, self.bias = weights.tensors["weight"], weights.tensors["weight_scale"], weights.bias
+        self.activation = activation
         self.num_rows, self.num_cols = self.weight.shape
         self.size = self.num_cols // self.scales.shape[1]
         pdl = has_pdl(self.weight.device)
         self.flags = {"PDL": pdl, **launch_options(pdl)}
         self.form = {"N": self.num_rows, "K": self.num_cols, "G": self.size, **self.flags}
+        self.num_sms = num_sms(self.weight.device) if self.weight.is_cuda else 1
+        self.few: BlocksProduct | None = None
+        parts = self.num_rows if activation is None else self.num_rows // 2
+        has_runs = weights.spec.group_rows % BLOCK_ROWS == parts % BLOCK_ROWS == 0
+        # A number in float16 has more bits than two in e4m3.
+        if dtype == "bfloat16" and can_multiply(self.weight) and self.size == BLOCK_COLUMNS and has_runs:
+            num_counters = triton.cdiv(self.num_rows, 64) * triton.cdiv(MAX_TOKENS, 16)
+            counters = torch.zeros(num_counters, dtype=torch.int32, device=self.weight.device)
+            self.few = BlocksProduct(self.weight, self.scales, self.bias, activation, counters)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, K] -> [T, N]"""
+        """x [T, K] -> [T, N] or [T, N / 2]"""
         num_tokens = x.shape[0]
         x = inner_contiguous(x)
+        if self.few is not None and num_tokens <= MAX_TOKENS:
+            return self.few(*split_rows(x), x.dtype)
         if num_tokens > MAX_TOKENS:
-            return self._by_library(x)
+            return self._decoded_first(x)
         out = torch.empty((num_tokens, self.num_rows), dtype=x.dtype, device=x.device)
         operands = x, self.weight, self.scales, self.bias, out
         if num_tokens == 1:
@@ -116,16 +177,30 @@ class Fp8BlocksMatrix:
                 rows_kernel, grid, *operands, num_tokens, x.stride(0), **self.form, BM=tokens, BN=64, BK=min(self.size, 128),
                 num_warps=4, num_stages=4,
             )  # fmt: skip
-        return out
+        return out if self.activation is None else gated(out, self.activation)
 
-    def _by_library(self, x: Tensor) -> Tensor:
-        out = torch.empty((x.shape[0], self.num_rows), dtype=x.dtype, device=x.device)
+    def _decoded_first(self, x: Tensor) -> Tensor:
+        """Many rows: the matrix in the rows' dtype is multiplied as others are, all of it where it is not too large."""
         step = max(NUMBERS_AT_ONCE // self.num_cols // _DECODED_ROWS, 1) * _DECODED_ROWS
-        for first in range(0, self.num_rows, step):
-            rows = slice(first, min(first + step, self.num_rows))
-            weight = self.decoded(rows, x.dtype)
-            out[:, rows] = F.linear(x, weight, None if self.bias is None else self.bias[rows])
-        return out
+        if step >= self.num_rows:
+            weight = self.decoded(slice(0, self.num_rows), x.dtype)
+            share = share_of_work(len(x), self.num_rows, self.num_cols, self.num_sms, self.activation)
+            least = MIN_SHARE if self.activation is None else MIN_GATED_SHARE
+            if self.bias is None and len(x) >= MIN_ROWS and share >= least and can_multiply_many(weight):
+                x = (
+                    x
+                    if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+                    else x.clone(memory_format=torch.contiguous_format)
+                )
+                return hopper_matmul(x, weight, self.activation)
+            out = F.linear(x, weight, self.bias)
+        else:
+            out = torch.empty((len(x), self.num_rows), dtype=x.dtype, device=x.device)
+            for first in range(0, self.num_rows, step):
+                rows = slice(first, min(first + step, self.num_rows))
+                bias = None if self.bias is None else self.bias[rows]
+                out[:, rows] = F.linear(x, self.decoded(rows, x.dtype), bias)
+        return out if self.activation is None else gated(out, self.activation)
 
     def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Rows of the matrix in `dtype`."""

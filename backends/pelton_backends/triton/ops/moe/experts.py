@@ -177,7 +177,8 @@ class BoundMoe:
         self._is_streamed = (
             is_hopper(device) and needs.dtype in ("bfloat16", "float16") and not routing.scales_input
             and not experts.has_bias and experts.activation in ACTIVATIONS and experts.weight_format in ("plain", "e4m3")
-            and experts.group_size is None and alignment(*tensors.experts.values()) == 0
+            and (experts.group_size is None or streamed.takes_blocks(experts.group_size, experts.group_rows))
+            and alignment(*tensors.experts.values()) == 0
         )  # fmt: skip
         self._is_mxfp4 = (
             is_hopper(device) and needs.dtype == "bfloat16" and not routing.scales_input and experts.weight_format == "mxfp4"

@@ -38,6 +38,7 @@ LINE = 128  # bytes of a row: the widest swizzle of shared memory
 PROGRAMS, MIN_PROGRAMS = 132, 96  # multiprocessors of an H200, and so many of them that are worth it
 MIN_STAGES, MIN_LINES = 3, 4  # of a ring
 MIN_PAIRS, MOST_PAIRS = 16, 32  # of one expert, whose rows a program holds beside its buffers
+BLOCK_ROWS, BLOCK_COLUMNS = 64, LINE  # of e4m3's blocks that have a scale; rows may be a multiple
 ROWS, LINES = 128, (2, 1)
 """Rows of the weights in a buffer, and how many times 128 bytes of each: as many as fit."""
 _MEMORY = 227 * 1024 - 512  # bytes of shared memory, less barriers and padding
@@ -207,6 +208,18 @@ def _scale_of(weight_scale, expert, column, SIZE: gl.constexpr, IS_GATED: gl.con
 
 
 @gluon.jit
+def _block_scales_of(weight_scale, expert, column, SIZE: gl.constexpr, BLOCKS: gl.constexpr, IS_GATED: gl.constexpr):
+    """Return where the scales of a unit's rows begin: of gate's and of up's, or of its first half and of its second."""
+    if IS_GATED:
+        first = expert * (2 * SIZE) + column * _HALF_ROWS
+        second = first + SIZE
+    else:
+        first = expert * SIZE + column * _ROWS
+        second = first + _HALF_ROWS
+    return weight_scale + first * BLOCKS, weight_scale + second * BLOCKS
+
+
+@gluon.jit
 def _store(
     total, share, own_order, start, count, capacity, out, column, SIZE: gl.constexpr, ACTIVATION: gl.constexpr
 ):  # fmt: skip
@@ -298,11 +311,44 @@ def _sums(
 
 
 @gluon.jit
+def _block_sums(
+    lines, rows, first_scales, second_scales, ready, free, now, N: gl.constexpr, STEPS: gl.constexpr, LINES: gl.constexpr,
+    STAGES: gl.constexpr, IS_GATED: gl.constexpr,
+):  # fmt: skip
+    """As `_sums` of weights in e4m3, each line's sums times its block's scale, both numbers of x added: [_ROWS, N] float32."""
+    ACROSS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * N, 32])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
+    row = gl.arange(0, _ROWS, gl.SliceLayout(1, SUMS))
+    is_first = row // 8 % 2 == 0 if IS_GATED else row < _HALF_ROWS
+    sums = gl.zeros((_ROWS, N), gl.float32, SUMS)
+    for step in range(STEPS):
+        stage = (now + step) % STAGES
+        scales = ()
+        for i in gl.static_range(LINES):
+            line = step * LINES + i
+            scales += (gl.where(is_first, gl.load(first_scales + line), gl.load(second_scales + line)),)
+        mbarrier.wait(ready.index(stage), ((now + step) // STAGES) & 1)
+        parts = ()
+        for i in gl.static_range(LINES):
+            total = warpgroup_mma_init(gl.zeros((_ROWS, 2 * N), gl.float32, ACROSS))
+            right = rows.index(step * LINES + i).permute((1, 0))
+            parts += (warpgroup_mma(lines.index(stage * LINES + i), right, total, use_acc=False, is_async=True),)
+        parts = warpgroup_mma_wait(0, deps=parts)
+        gl.thread_barrier()  # every warp's product of that buffer is done
+        mbarrier.arrive(free.index(stage), count=1)
+        for i in gl.static_range(LINES):
+            part = parts[i] if LINES > 1 else parts
+            high, low = gl.split(gl.permute(gl.reshape(part, (_ROWS, 2, N)), (0, 2, 1)))
+            sums += gl.convert_layout(high + low, SUMS, assert_trivial=True) * scales[i][:, None]
+    return sums
+
+
+@gluon.jit
 def _multiply(
     GROUP: gl.constexpr, x, x_stride, weight_scale, share, out, order, count_ptr, capacity, lines, rows, inverse, ready, free, met, passed,
     E: gl.constexpr, SIZE: gl.constexpr, K: gl.constexpr, N: gl.constexpr, OWN: gl.constexpr, OWNERS: gl.constexpr,
     UNITS: gl.constexpr, STEPS: gl.constexpr, LINES: gl.constexpr, STAGES: gl.constexpr, FORCED: gl.constexpr,
-    ACTIVATION: gl.constexpr, PDL: gl.constexpr,
+    BLOCKS: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warp group: every second unit, and half of what is to be brought of rows of x."""
     IS_GATED: gl.constexpr = ACTIVATION is not None
@@ -347,14 +393,20 @@ def _multiply(
             if number > 0:
                 # A wait for a buffer tells one filling from the next alone: all of the unit before must have been seen.
                 mbarrier.wait(passed.index(1 - GROUP), (number // 2 + 1 + GROUP) & 1)
-            if IS_SPLIT:  # asked for before the sums, behind which it would be waited for
-                scale = _scale_of(weight_scale, expert, column, SIZE, IS_GATED, gl.SliceLayout(1, SUMS))
-            result = _sums(lines, rows, ready, free, now, 2 * N if IS_SPLIT else N, STEPS, LINES, STAGES)
-            mbarrier.arrive(passed.index(GROUP), count=1)
-            if IS_SPLIT:
-                high, low = gl.split(gl.permute(gl.reshape(result, (_ROWS, 2, N)), (0, 2, 1)))
-                result = gl.convert_layout(high + low, SUMS, assert_trivial=True) * scale[:, None]
+            if BLOCKS > 1:
+                first, second = _block_scales_of(weight_scale, expert, column, SIZE, BLOCKS, IS_GATED)
+                result = _block_sums(lines, rows, first, second, ready, free, now, N, STEPS, LINES, STAGES, IS_GATED)
+                mbarrier.arrive(passed.index(GROUP), count=1)
                 result = result * inverse.load(gl.SliceLayout(0, SUMS))[None, :]
+            else:
+                if IS_SPLIT:  # asked for before the sums, behind which it would be waited for
+                    scale = _scale_of(weight_scale, expert, column, SIZE, IS_GATED, gl.SliceLayout(1, SUMS))
+                result = _sums(lines, rows, ready, free, now, 2 * N if IS_SPLIT else N, STEPS, LINES, STAGES)
+                mbarrier.arrive(passed.index(GROUP), count=1)
+                if IS_SPLIT:
+                    high, low = gl.split(gl.permute(gl.reshape(result, (_ROWS, 2, N)), (0, 2, 1)))
+                    result = gl.convert_layout(high + low, SUMS, assert_trivial=True) * scale[:, None]
+                    result = result * inverse.load(gl.SliceLayout(0, SUMS))[None, :]
             _store(result, weights, own_order, start, count, capacity, out, column, SIZE, ACTIVATION)
         now += STEPS
         number += 1
@@ -365,10 +417,11 @@ def _multiply(
 def streamed_kernel(
     x, x_stride, weight, weight_scale, share, out, order, count_ptr, capacity,
     E: gl.constexpr, SIZE: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, N: gl.constexpr, OWNERS: gl.constexpr,
-    OWN: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr,
+    OWN: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Compute a program's OWN units, which are 128 rows of an expert's weights by N of its pairs, and its share of further tiles' units.
-    The first of its own are computed whether the expert has a pair or not: their weights are on their way before that is known.
+    The first of its own are computed whether the expert has a pair or not: their weights are on their way before that is known. BLOCKS:
+    scales of a row of the weights.
 
     With an activation the choice of experts is there once the launch waits; without one before: x alone is of the launch before it."""
     IS_GATED: gl.constexpr = ACTIVATION is not None
@@ -402,11 +455,11 @@ def streamed_kernel(
         [
             (_multiply, (
                 gl.constexpr(0), x, x_stride, weight_scale, share, out, order, count_ptr, capacity, lines, rows, inverse, ready, free,
-                met, passed, E, SIZE, K, N, OWN, OWNERS, UNITS, STEPS, LINES, STAGES, FORCED, ACTIVATION, PDL,
+                met, passed, E, SIZE, K, N, OWN, OWNERS, UNITS, STEPS, LINES, STAGES, FORCED, BLOCKS, ACTIVATION, PDL,
             )),
             (_multiply, (
                 gl.constexpr(1), x, x_stride, weight_scale, share, out, order, count_ptr, capacity, lines, rows, inverse, ready, free,
-                met, passed, E, SIZE, K, N, OWN, OWNERS, UNITS, STEPS, LINES, STAGES, FORCED, ACTIVATION, PDL,
+                met, passed, E, SIZE, K, N, OWN, OWNERS, UNITS, STEPS, LINES, STAGES, FORCED, BLOCKS, ACTIVATION, PDL,
             )),
             (_copy, (
                 weight, count_ptr, capacity, buffers, ready, free, E, SIZE, N, OWN, OWNERS, UNITS, STEPS, STAGES, FORCED,
@@ -430,6 +483,11 @@ class Tiling(NamedTuple):
     pairs: int
     lines: int
     stages: int
+
+
+def takes_blocks(columns: int, rows: int) -> bool:
+    """Return whether a scale for each block of so many columns, the same for so many rows, is what a unit's rows have."""
+    return columns == BLOCK_COLUMNS and rows % BLOCK_ROWS == 0
 
 
 @cache
@@ -487,8 +545,9 @@ def experts_product(
     """Write each pair's product with its expert's weight to its row of out: activation(x @ gate.T) * (x @ up.T), or share * (x @ w.T).
 
     x             [T, WIDTH] or [pairs, WIDTH]  fp16 or bf16, rows at multiples of 16 bytes: pair p's is row p // top_k
-    weight        [E, N, WIDTH]  float8_e4m3fn, contiguous; with an activation gate's rows, then up's; weight_scale [E, N, 1] float32.
-                  Or the dtype of x, without scales
+    weight        [E, N, WIDTH]  float8_e4m3fn, contiguous; with an activation gate's rows, then up's; weight_scale [E, N, 1] float32,
+                  or [E, N, WIDTH / BLOCK_COLUMNS], the same for each BLOCK_ROWS rows of gate, of up and of down. Or the dtype of x,
+                  without scales
     share         [pairs] float32, read without an activation
     out           [pairs, N or N / 2]  written for the pairs that there are
     order         [E, T] int32, each expert's pairs; counts [E] int32, how many
@@ -501,7 +560,8 @@ def experts_product(
     programs = max(tiling.programs, min(num_sms(x.device), PROGRAMS))
     constants = {
         "E": num_experts, "SIZE": out.shape[1], "WIDTH": width, "K": top_k, "N": tiling.pairs, "OWNERS": tiling.programs,
-        "OWN": tiling.own, "STAGES": tiling.stages, "ACTIVATION": activation, "PDL": has_pdl(x.device),
+        "OWN": tiling.own, "STAGES": tiling.stages, "BLOCKS": 1 if weight_scale is None else weight_scale.shape[2],
+        "ACTIVATION": activation, "PDL": has_pdl(x.device),
     }  # fmt: skip
     _launch(
         (x.dtype, weight.dtype, out.dtype, x.device, x.stride(0), alignment(x, weight, share, out, order, counts), tiling.lines,
