@@ -280,7 +280,8 @@ def test_sorted_rows_meet_weights_in_e4m3_as_sums_of_two(
 @pytest.mark.parametrize(
     "form, splits",
     [({"weight_format": "e4m3"}, True), ({}, False), ({"weight_format": "e4m3", "group_size": 32}, False),
-     ({"weight_format": "mxfp4"}, False)],
+     ({"weight_format": "e4m3", "group_size": 128, "group_rows": 128}, True),
+     ({"weight_format": "e4m3", "group_size": 128, "group_rows": 64}, False), ({"weight_format": "mxfp4"}, False)],
     ids=str,
 )  # fmt: skip
 def test_whose_rows_are_sums_of_two(form: dict[str, Any], splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,12 +298,17 @@ def test_whose_rows_are_sums_of_two(form: dict[str, Any], splits: bool, monkeypa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [600, 2500])
-def test_sorted_experts_in_e4m3_stay_near(num_tokens: int, device: torch.device) -> None:
-    """As `test_streamed_experts_stay_near`, with rows of very different sizes."""
+@pytest.mark.parametrize("blocks", [{}, {"group_size": 128, "group_rows": 128}], ids=["rows", "blocks"])
+def test_sorted_experts_in_e4m3_stay_near(blocks: dict[str, int], num_tokens: int, device: torch.device) -> None:
+    """As `test_streamed_experts_stay_near`, with rows of very different sizes, and blocks whose scales are 0 or far apart."""
     routing = RoutingSpec(num_experts=64, top_k=4)
     needs, tensors, x, slots = moe_case(
-        device, routing, num_tokens, torch.bfloat16, sizes=(2048, 384), weight_format="e4m3"
+        device, routing, num_tokens, torch.bfloat16, sizes=(2048, 384), weight_format="e4m3", **blocks
     )
+    if blocks:
+        for scale in (tensors.experts["gate_up_scale"], tensors.experts["down_scale"]):
+            scale[:, :, 1] *= 1e-6
+            scale[:, :, 2] = 0
     x *= torch.logspace(-3, 3, num_tokens, device=device)[torch.randperm(num_tokens, device=device), None].to(x.dtype)
     for _ in range(2):
         op = TritonMoe.bind(needs, tensors)

@@ -2,8 +2,9 @@
 
 The checkpoint has a scale for each block of a matrix; here each row has its blocks' (`weight_scale` [N, K / G] float32, G a power of
 two from 16), so that parts of a merged matrix may begin anywhere. Up to `MAX_TOKENS` rows the sums of a block meet its scale in
-float32: on Hopper, in bfloat16, for blocks of 128 columns whose rows come in runs of 64 (`LinearSpec.group_rows`), in `hopper_blocks`, with the norm
-before and the activation behind; else by kernels of this module, one of them for one row. For more rows the matrix is decoded into memory.
+float32: on Hopper, in bfloat16, for blocks of 128 columns whose rows come in runs of 64 (`LinearSpec.group_rows`), in `hopper_blocks`,
+with the norm before and the activation behind; else by kernels of this module, one of them for one row. For more rows the matrix is
+decoded into memory.
 """
 
 from __future__ import annotations

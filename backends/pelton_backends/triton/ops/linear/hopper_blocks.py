@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 BLOCK_COLUMNS, BLOCK_ROWS = 128, 64
 """Of a block with a scale; rows may be a multiple."""
-MOST_TOKENS = 128  # of a tile
+ROWS, MOST_TOKENS = 64, 128  # of a tile
 _PANEL, _BLOCK_ROWS = gl.constexpr(PANEL_BYTES), gl.constexpr(BLOCK_ROWS)
 
 
@@ -187,8 +187,8 @@ def blocks_kernel(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 32])
     place = gl.arange(0, R, gl.SliceLayout(1, layout))
     is_first = place % 2 == 0 if IS_PAIRED else place < _BLOCK_ROWS
-    scales = weight_scale + gl.minimum(row, N - 1 - OTHER).to(gl.int64) * BLOCKS
-    scale = _scale_at(scales, is_first, first, BLOCKS, OTHER)  # from memory, while nothing else can be done
+    of_rows = weight_scale + gl.minimum(row, N - 1 - OTHER).to(gl.int64) * BLOCKS
+    scale = _scale_at(of_rows, is_first, first, BLOCKS, OTHER)  # from memory, while nothing else can be done
     gdc_launch_dependents()
     gdc_wait()
     for i in gl.static_range(STAGES):
@@ -199,31 +199,34 @@ def blocks_kernel(
 
     total = gl.zeros((R, M), gl.float32, layout)
     for step in range(STEPS):
-        stage, phase = step % STAGES, (step // STAGES) & 1
+        stage, phase, panel = step % STAGES, (step // STAGES) & 1, first + step * PANELS
+        scales = (scale,)
+        for i in gl.static_range(1, PANELS):
+            scales += (_scale_at(of_rows, is_first, panel + i, BLOCKS, OTHER),)
+        scale = _scale_at(of_rows, is_first, gl.minimum(panel + PANELS, BLOCKS - 1), BLOCKS, OTHER)
         mbarrier.wait(weight_barriers.index(stage), phase)
         mbarrier.wait(row_barriers.index(stage), phase)
         left = weights.index(stage).reshape((PANELS * R, _PANEL))
         high = rows.index(2 * stage).reshape((PANELS * M, _PANEL))
         low = rows.index(2 * stage + 1).reshape((PANELS * M, _PANEL))
+        parts = ()
         for i in gl.static_range(PANELS):
             sums = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
-            panel = left.slice(i * R, R)
-            sums = warpgroup_mma(panel, high.slice(i * M, M).permute((1, 0)), sums, use_acc=False, is_async=True)
-            sums = warpgroup_mma(panel, low.slice(i * M, M).permute((1, 0)), sums, is_async=True)
-            following = gl.minimum(step * PANELS + i + 1, STEPS * PANELS - 1)
-            next_scale = _scale_at(scales, is_first, first + following, BLOCKS, OTHER)
-            total += warpgroup_mma_wait(0, deps=(sums,)) * scale[:, None]
-            scale = next_scale
-        if STEPS > STAGES:
-            later = step + STAGES
-            if later < STEPS:
+            lines = left.slice(i * R, R)
+            sums = warpgroup_mma(lines, high.slice(i * M, M).permute((1, 0)), sums, use_acc=False, is_async=True)
+            parts += (warpgroup_mma(lines, low.slice(i * M, M).permute((1, 0)), sums, is_async=True),)
+        parts = warpgroup_mma_wait(0, deps=parts)
+        if STEPS > STAGES:  # noqa: SIM102
+            if step + STAGES < STEPS:
                 gl.thread_barrier()  # every warp's products of that stage are done
                 mbarrier.expect(weight_barriers.index(stage), weight.block_type.nbytes)
                 mbarrier.expect(row_barriers.index(stage), 2 * x.block_type.nbytes)
-                at = first + later * PANELS
+                at = panel + STAGES * PANELS
                 fetch(weight, row, at, weight_barriers.index(stage), weights.index(stage), IS_PAIRED)
                 fetch(x, token, at, row_barriers.index(stage), rows.index(2 * stage), False)
                 fetch(x, token, BLOCKS + at, row_barriers.index(stage), rows.index(2 * stage + 1), False)
+        for i in gl.static_range(PANELS):
+            total += (parts[i] if PANELS > 1 else parts) * scales[i][:, None]
     total = total * of_tokens[None, :]
     slot = tile * gl.num_programs(2) + gl.program_id(2)
     store_split(
@@ -235,32 +238,35 @@ _launch = Launcher(blocks_kernel)
 
 
 class BlocksTiling(NamedTuple):
-    """Tiles of `rows` of the weight by `tokens` of x, K in `split` parts, `stages` buffers of `panels` times 128 columns of both."""
+    """Tiles of `ROWS` of the weight by `tokens` of x, K in `split` parts, `stages` buffers of `panels` times 128 columns of both."""
 
-    rows: int
     tokens: int
     split: int
     panels: int
     stages: int
-    warps: int
 
 
 @cache
 def choose_blocks_tiling(num_tokens: int, out_features: int, in_features: int) -> BlocksTiling:
-    tokens = min(max(triton.next_power_of_2(num_tokens), 16), MOST_TOKENS)
-    rows = 128 if out_features > 264 * 64 else 64
-    blocks, split = in_features // BLOCK_COLUMNS, 1
-    programs = triton.cdiv(out_features, rows) * triton.cdiv(num_tokens, tokens)
-    while programs * split < 64 and blocks % (2 * split) == 0 and blocks >= 8 * split:
+    """Choose as measured on an H200 with Llama-3.1-8B's matrices: see docs/performance/models.md."""
+    tokens, tiles = min(max(triton.next_power_of_2(num_tokens), 16), MOST_TOKENS), triton.cdiv(out_features, ROWS)
+    if tokens == MOST_TOKENS and tiles * triton.cdiv(num_tokens, tokens) < 128:
+        tokens //= 2
+    programs, split, blocks = tiles * triton.cdiv(num_tokens, tokens), 1, in_features // BLOCK_COLUMNS
+    while blocks % (2 * split) == 0 and (
+        (programs * split < 64 and blocks >= 8 * split)
+        or (programs * split < 200 and blocks >= max(tokens, 32) * split)
+    ):
         split *= 2
-    panels = 2 if blocks % (2 * split) == 0 else 1
-    warps = 8 if rows * tokens > 8192 else 4
-    memory = 105_000 if programs * split > PROGRAMS and warps == 4 else 205_000  # two programs share a multiprocessor
-    bytes_of_stage = (rows + 2 * tokens) * PANEL_BYTES
-    if memory // (bytes_of_stage * panels) < 3:
-        panels = 1
-    stages = max(min(memory // (bytes_of_stage * panels), blocks // (split * panels), 9), 1)
-    return BlocksTiling(rows, tokens, split, panels, stages, warps)
+    memory = 105_000 if programs * split > PROGRAMS else 205_000  # two programs share a multiprocessor
+    stage_bytes = (ROWS + 2 * tokens) * PANEL_BYTES
+    panels = 1
+    for several, least in ((2, 2), (4, 3)):
+        fits = memory >= least * several * stage_bytes and several * tokens <= 2 * MOST_TOKENS
+        if blocks % (several * split) == 0 and fits:
+            panels = several
+    stages = max(min(memory // (stage_bytes * panels), blocks // (split * panels), 9), 1)
+    return BlocksTiling(tokens, split, panels, stages)
 
 
 class BlocksProduct:
@@ -276,7 +282,7 @@ class BlocksProduct:
     ) -> None:
         self._weight, self._scale, self._bias, self._activation = weight, weight_scale, bias, activation
         self._counters, self._alignment = counters, alignment(bias, weight_scale)
-        self._described: dict[tuple[int, int], TensorDescriptor] = {}
+        self._described: dict[int, TensorDescriptor] = {}
 
     def __call__(self, rows: Tensor, inverse: Tensor, dtype: torch.dtype, tiling: BlocksTiling | None = None) -> Tensor:
         """rows [T, 2 K] and inverse [T], as `split_rows` gives them -> [T, N] or [T, N / 2] of dtype"""
@@ -284,28 +290,27 @@ class BlocksProduct:
         activation = self._activation
         tiling = tiling or choose_blocks_tiling(num_tokens, out_features, in_features)
         num_columns = out_features // 2 if activation is not None else out_features
-        num_tiles, num_blocks = triton.cdiv(out_features, tiling.rows), triton.cdiv(num_tokens, tiling.tokens)
+        num_tiles, num_blocks = triton.cdiv(out_features, ROWS), triton.cdiv(num_tokens, tiling.tokens)
         out = empty_rows(num_tokens, num_columns, rows, dtype)
         if num_tokens == 0:
             return out
         partials = None
         if tiling.split > 1:
-            shape = (num_tiles, num_blocks, tiling.split, tiling.rows, tiling.tokens)
+            shape = (num_tiles, num_blocks, tiling.split, ROWS, tiling.tokens)
             partials = torch.empty(shape, dtype=torch.float32, device=rows.device)
-        weight = self._described.get((tiling.rows, tiling.panels))
+        weight = self._described.get(tiling.panels)
         if weight is None:
             describe = panels_of if activation is None else paired_panels_of
-            weight = describe(self._weight, out_features, tiling.rows, tiling.panels)
-            self._described[tiling.rows, tiling.panels] = weight
+            weight = self._described[tiling.panels] = describe(self._weight, out_features, ROWS, tiling.panels)
         rows_of_x = panels_of(rows, rows_in_memory(rows, num_blocks * tiling.tokens), tiling.tokens, tiling.panels)
         _launch(
             (dtype, rows.device, out_features, in_features, activation, self._bias is None, self._alignment, tiling),
             (num_tiles, tiling.split, num_blocks),
             (rows_of_x, weight, self._scale, inverse, self._bias, out, partials, self._counters, num_tokens),
             {
-                "N": out_features, "K": in_features, "ACTIVATION": activation, "M": tiling.tokens, "R": tiling.rows,
+                "N": out_features, "K": in_features, "ACTIVATION": activation, "M": tiling.tokens, "R": ROWS,
                 "PANELS": tiling.panels, "SPLIT": tiling.split, "STAGES": tiling.stages,
             },
-            num_warps=tiling.warps, **launch_options(has_pdl(rows.device)),
+            num_warps=4, **launch_options(has_pdl(rows.device)),
         )  # fmt: skip
         return out

@@ -171,7 +171,8 @@ class BoundMoe:
             and (not self._is_plain or alignment(*tensors.experts.values()) == 0)
         )  # fmt: skip
         self._splits_rows = (
-            self._is_sorted and experts.weight_format == "e4m3" and experts.group_size is None
+            self._is_sorted and experts.weight_format == "e4m3"
+            and (experts.group_size is None or hopper.takes_blocks(experts.group_size, experts.group_rows))
             and hopper.can_split(experts.hidden_size, experts.intermediate_size) and alignment(*tensors.experts.values()) == 0
         )  # fmt: skip
         self._is_streamed = (
@@ -298,18 +299,16 @@ class BoundMoe:
 
     def _few_tiles(self) -> tuple[_FewTile, _FewTile]:
         """As measured on an H200, one token through a layer: 26.1 us with Qwen3-30B-A3B's experts, where two rows and two warps of the
-        second product took 29.5; 18.8 in e4m3, where 1,024 numbers of the second product at a time took 20.9; in mxfp4 23.5, where
-        fewer warps for as many rows or half of them took 22.9 and 35.5; 23.1 in 4 bits in groups, where half of the numbers and of the
-        warps took 35.1."""
+        second product took 29.5; 18.8 in e4m3, where 1,024 numbers of the second product at a time took 20.9, and 18.6 with a scale for
+        each block of 128, where that took 19.8; in mxfp4 23.5, where fewer warps for as many rows or half of them took 22.9 and 35.5; 23.1
+        in 4 bits in groups, where half of the numbers and of the warps took 35.1."""
         if self._is_plain:
             return _FewTile(2, 1024, 4), _FewTile(1, 256, 1)
         if self._packed["FORMAT"] in (*INTEGERS, *TABLES):
             return _FewTile(4, 2048, 4), _FewTile(4, 1024, 4)
         if self._packed["FORMAT"] == "mxfp4":
             return _FewTile(4, 1024, 2), _FewTile(2, 1024, 4)
-        if not self._packed["G"]:
-            return _FewTile(2, 2048, 4), _FewTile(2, 256, 4)
-        return _FewTile(2, 2048, 4), _FewTile(2, 1024, 4)
+        return _FewTile(2, 2048, 4), _FewTile(2, 256, 4)
 
     def _many(self, x: Tensor, experts: Tensor, shares: Tensor, order: Tensor) -> Tensor:
         num_tokens, num_pairs = x.shape[0], experts.numel()

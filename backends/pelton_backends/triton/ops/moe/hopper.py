@@ -44,6 +44,7 @@ _GROUP_ROWS, _ROWS, _COLUMNS = gl.constexpr(GROUP_ROWS), gl.constexpr(ROWS), gl.
 _STEP_BYTES, _STAGES, _SPLIT_STAGES = gl.constexpr(STEP_BYTES), gl.constexpr(STAGES), gl.constexpr(SPLIT_STAGES)
 _WARP_GROUPS = gl.constexpr(WARP_GROUPS)
 _HALF = gl.constexpr(COLUMNS // 2)
+_LEAST_SCALE = gl.constexpr(1e-20)
 
 
 @gluon.jit
@@ -126,6 +127,15 @@ def _of_rows(inverse, source, tile_rows, tile, INDEX: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
+def _scales_at(weight_scale, row, other_row, block, BLOCKS: gl.constexpr):
+    """Return the scales of a block of columns of two rows, none of them 0: sums are divided by them."""
+    first, second = gl.load(weight_scale + row * BLOCKS + block), gl.load(weight_scale + other_row * BLOCKS + block)
+    return gl.where(gl.abs(first) < _LEAST_SCALE, _LEAST_SCALE, first), gl.where(
+        gl.abs(second) < _LEAST_SCALE, _LEAST_SCALE, second
+    )
+
+
+@gluon.jit
 def _multiply(
     INDEX: gl.constexpr,
     out,
@@ -145,9 +155,13 @@ def _multiply(
     num_steps,
     size,
     weight_rows,
+    BLOCKS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """A warp group: its 64 rows of every tile, unless no pair has one of them."""
+    """A warp group: its 64 rows of every tile, unless no pair has one of them.
+
+    BLOCKS: scales of a row of the weight. Where there are several the sums so far are in units of the block that comes, so that its
+    products are added to them as they are."""
     STAGES: gl.constexpr = left.shape[0]
     IS_SPLIT: gl.constexpr = left.dtype.primitive_bitwidth == 8
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32 if IS_SPLIT else 16])
@@ -158,6 +172,14 @@ def _multiply(
         total = warpgroup_mma_init(gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, LAYOUT))
         is_any = gl.load(tile_rows + tile // num_columns) > INDEX * _GROUP_ROWS
         steps = gl.where(is_any, num_steps, 0)
+        if BLOCKS > 1:
+            scale_row = gl.load(tile_expert + tile // num_columns).to(gl.int64) * weight_rows
+            scale_row += gl.minimum(column * (_COLUMNS if ACTIVATION is None else _HALF), size - 1)
+            other_row = scale_row + (
+                size if ACTIVATION is not None else gl.minimum(_HALF, size - 1 - column * _COLUMNS)
+            )
+            unit, other_unit = _scales_at(weight_scale, scale_row, other_row, 0, BLOCKS)
+            is_first = gl.arange(0, _COLUMNS, gl.SliceLayout(0, LAYOUT)) < _HALF
         for _ in range(steps, num_steps):
             mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
             gl.thread_barrier()
@@ -168,16 +190,25 @@ def _multiply(
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             if source is not None:
                 fence_async_shared()  # threads wrote these rows, not the copy engine
+            if BLOCKS > 1:
+                coming, other_coming = _scales_at(weight_scale, scale_row, other_row, k, BLOCKS)
+                sums = warpgroup_mma_wait(0, deps=(total,))
+                gl.thread_barrier()  # every warp is done with the step before
+                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+                factor = gl.where(is_first, unit / coming, other_unit / other_coming)
+                total = warpgroup_mma_init(sums * factor[None, :])
+                unit, other_unit = coming, other_coming
             columns = right.index(stage).permute((1, 0))
             rows = left.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
             total = warpgroup_mma(rows, columns, total, is_async=True)
             if IS_SPLIT:
                 rows = low.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
                 total = warpgroup_mma(rows, columns, total, is_async=True)
-            total = warpgroup_mma_wait(2 if IS_SPLIT else 1, deps=(total,))
-            total = warpgroup_mma_init(total)
-            gl.thread_barrier()  # every warp is done with the step before
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            if BLOCKS == 1:
+                total = warpgroup_mma_wait(2 if IS_SPLIT else 1, deps=(total,))
+                total = warpgroup_mma_init(total)
+                gl.thread_barrier()  # every warp is done with the step before
+                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
         total = warpgroup_mma_wait(0, deps=(total,))
         gl.thread_barrier()
@@ -188,13 +219,16 @@ def _multiply(
                 of_rows = _of_rows(
                     inverse, source, tile_rows, tile // num_columns, INDEX, gl.SliceLayout(1, first.type.layout)
                 )
-                scales = weight_scale + gl.load(tile_expert + tile // num_columns) * weight_rows
-                place = column * (_COLUMNS if ACTIVATION is None else _HALF)
-                first = scaled_half(first, scales, of_rows, place, size)
-                if ACTIVATION is None:
-                    second = scaled_half(second, scales, of_rows, place + _HALF, size)
+                if BLOCKS > 1:
+                    first, second = first * (of_rows * unit)[:, None], second * (of_rows * other_unit)[:, None]
                 else:
-                    second = scaled_half(second, scales + size, of_rows, place, size)
+                    scales = weight_scale + gl.load(tile_expert + tile // num_columns) * weight_rows
+                    place = column * (_COLUMNS if ACTIVATION is None else _HALF)
+                    first = scaled_half(first, scales, of_rows, place, size)
+                    if ACTIVATION is None:
+                        second = scaled_half(second, scales, of_rows, place + _HALF, size)
+                    else:
+                        second = scaled_half(second, scales + size, of_rows, place, size)
             if ACTIVATION is None:
                 store_tile(out, buffer, first.to(dtype), row, column * _COLUMNS)
                 store_tile(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
@@ -219,6 +253,7 @@ def experts_matmul_kernel(
     size,
     in_features,
     weight_rows,
+    BLOCKS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
     """Persistent: programs take tiles in turn, columns first. `size` columns of the result, `weight_rows` of the weight an expert."""
@@ -251,11 +286,11 @@ def experts_matmul_kernel(
             [
                 (_multiply, (
                     gl.constexpr(0), out, source, inverse, weight_scale, tile_expert, tile_rows, left, low, right, buffers.index(0),
-                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION,
                 )),
                 (_multiply, (
                     gl.constexpr(1), out, source, inverse, weight_scale, tile_expert, tile_rows, left, low, right, buffers.index(1),
-                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION,
                 )),
                 (_gather, (
                     x, x_stride, source, weight, tile_expert, tile_rows, left, low, right, ready, free, num_tiles, num_columns,
@@ -270,11 +305,11 @@ def experts_matmul_kernel(
             [
                 (_multiply, (
                     gl.constexpr(0), out, source, inverse, weight_scale, tile_expert, tile_rows, left, low, right, buffers.index(0),
-                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION,
                 )),
                 (_multiply, (
                     gl.constexpr(1), out, source, inverse, weight_scale, tile_expert, tile_rows, left, low, right, buffers.index(1),
-                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION,
                 )),
                 (_copy, (
                     x, weight, tile_expert, left, low, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
@@ -287,6 +322,11 @@ def experts_matmul_kernel(
 
 
 _launch = Launcher(experts_matmul_kernel)
+
+
+def takes_blocks(columns: int, rows: int) -> bool:
+    """Return whether a scale for each block of so many columns, the same for so many rows, is what half of a tile's columns has."""
+    return columns == STEP_BYTES and rows % (COLUMNS // 2) == 0
 
 
 def can_split(hidden_size: int, size: int) -> bool:
@@ -304,7 +344,8 @@ def experts_matmul(
     source       [P] int32  with an activation: row p of the product's input is x[source[p]], for x [T, K] with rows at multiples of 16
                  numbers, in less than 2^31, and K a multiple of STEP
     weight       [E, N, K]  dtype of x, contiguous, K and N multiples of 8; with an activation gate's rows, then up's, N = 2 I. Or
-                 float8_e4m3fn, for x of the same rows as `SplitRows` and K a multiple of 128; weight_scale [E, N, 1] float32 then
+                 float8_e4m3fn, for x of the same rows as `SplitRows` and K a multiple of 128; weight_scale [E, N, 1] float32 then, or
+                 [E, N, K / 128], the same for each 128 rows (of gate, of up)
     tile_expert  [P / ROWS] int32, tile_rows as many: how many rows from a tile's first on are pairs', or more than ROWS; halves
                  without any are not computed. num_tiles [1] int32: how many tiles there are; the others are not computed
     -> [P, N] or [P, I]
@@ -319,11 +360,11 @@ def experts_matmul(
     out = torch.empty((num_places, size), dtype=dtype, device=rows.device)
     columns = COLUMNS if activation is None else COLUMNS // 2
     tiles = triton.cdiv(num_places, ROWS) * triton.cdiv(size, columns)
-    step = STEP_BYTES // weight.element_size()
+    step, num_blocks = STEP_BYTES // weight.element_size(), 1 if weight_scale is None else weight_scale.shape[2]
     lines, tile = gl.NVMMASharedLayout(128, 8 * weight.element_size(), rank=2), gl.NVMMASharedLayout(128, 16, rank=2)
     flat = weight.view(num_experts * weight_rows, in_features)
     _launch(
-        (dtype, weight.dtype, rows.device, activation, source is None, rows.stride(0) % 16 == 0),
+        (dtype, weight.dtype, rows.device, activation, source is None, rows.stride(0) % 16 == 0, num_blocks),
         (min(tiles, num_sms(rows.device)),),
         (
             TensorDescriptor.from_tensor(rows, [ROWS, step], lines) if source is None else rows, source, inverse,
@@ -331,7 +372,7 @@ def experts_matmul(
             TensorDescriptor.from_tensor(out, [GROUP_ROWS, COLUMNS // 2], tile),
             tile_expert, tile_rows, num_tiles, rows.stride(0), size, in_features, weight_rows,
         ),
-        {"ACTIVATION": activation},
+        {"BLOCKS": num_blocks, "ACTIVATION": activation},
         num_warps=4,
     )  # fmt: skip
     return out
