@@ -45,7 +45,7 @@ from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.prefill_hopper import HopperPrefill
 from pelton_backends.triton.ops import embed, inputs, pinned
 from pelton_backends.triton.ops import logits as head
-from pelton_backends.triton.ops.linear import coded, fp8_blocks, gemv, grouped, grouped_vocab, large_batch, split_k
+from pelton_backends.triton.ops.linear import coded, fp8_blocks, grouped, grouped_vocab, large_batch, split_k
 from pelton_backends.triton.ops.lora import gemv as lora_gemv
 from pelton_backends.triton.ops.lora import linear as lora
 from pelton_backends.triton.ops.moe import experts, normed
@@ -181,7 +181,7 @@ def products() -> None:
         some = grouped.GroupedMatrix(_packed(name, out, size, has_bias=has_bias, is_ordered=has_bias), "bfloat16")
         _multiply(some, some.multiply_one, some.dequantized, size)
     for has_bias in (False, True):
-        blocks = fp8_blocks.Fp8BlocksMatrix(gemv.LinearTensors(_packed("fp8_blocks", out, size, has_bias=has_bias)))
+        blocks = fp8_blocks.Fp8BlocksMatrix(_packed("fp8_blocks", out, size, has_bias=has_bias), "bfloat16")
         _multiply(blocks, blocks, blocks.decoded, size)
     for options in ({}, {"residual": False, "post_norm": True, "unit_offset": True}):
         for rows in (1, 32):

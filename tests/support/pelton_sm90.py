@@ -86,9 +86,11 @@ from pelton_backends.triton.ops import drafted_inputs, inputs, pinned
 from pelton_backends.triton.ops import logits as head
 from pelton_backends.triton.ops.linear import (
     fp8,
+    fp8_blocks,
     fp8_one_row,
     gemv,
     grouped,
+    hopper_blocks,
     hopper_matmul,
     hopper_mid_batch,
     hopper_split_k,
@@ -147,6 +149,8 @@ E4M3 = {
     "down of 32 rows in e4m3": (fp8.Fp8Linear, (32, 3072, 1024), {"norm": False}),
     "32 normed rows in e4m3": (fp8.Fp8AddNormLinear, (32, 3072, 1024), {}),
     "one row of a long matrix in e4m3": (fp8.Fp8Linear, (1, 14336, 4096), {"norm": False}),
+    "gate and up in blocks": (fp8_blocks.Fp8BlocksAddNormLinear, (1, 4096, 28672), GATED),
+    "128 rows of down in blocks": (fp8_blocks.Fp8BlocksLinear, (128, 14336, 4096), {"norm": False}),
 }
 ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "QKV with an adapter": (lora_gemv.LoraGemvAddNormLinear, [0], {"size": 1024, "parts": (2048, 1024, 1024), "norm": True}),
@@ -523,9 +527,12 @@ def multiply_adapted(dtype: str, name: str) -> None:
 def multiply_e4m3(dtype: str, name: str) -> None:
     op, (rows, size, out), options = E4M3[name]
     case = make_case(rows, size, out, getattr(torch, dtype), torch.device("cpu"), **options)
-    inputs = InputRounding(dtype="float8_e4m3fn")
-    spec = replace(case.needs.linear, weight_format="fp8_e4m3", inputs=inputs)
-    tensors = {"weight": torch.empty(out, size, dtype=torch.float8_e4m3fn), "weight_scale": torch.empty(out)}
+    spec, scales = case.needs.linear, torch.empty(out)
+    if "blocks" in name:
+        spec, scales = replace(spec, weight_format="fp8_blocks", group_rows=64), torch.empty(out, size // 128)
+    else:
+        spec = replace(spec, weight_format="fp8_e4m3", inputs=InputRounding(dtype="float8_e4m3fn"))
+    tensors = {"weight": torch.empty(out, size, dtype=torch.float8_e4m3fn), "weight_scale": scales}
     case.packed = LinearWeights(spec, tensors)
     case.call(op.bind(case.needs, case.tensors))
 
@@ -545,8 +552,9 @@ def hopper_experts(dtype: str) -> None:
     """Experts of two bytes and in e4m3 of many tokens on a Hopper device."""
     moe.is_hopper = moe.has_pdl = split.has_pdl = lambda device: True
     routing = RoutingSpec(num_experts=8, top_k=2)
-    for form in ("plain", "e4m3"):
-        made = moe_case(torch.device("cpu"), routing, 600, getattr(torch, dtype), weight_format=form, sizes=(256, 128))
+    blocks = {"weight_format": "e4m3", "group_size": 128, "group_rows": 128}
+    for form, size in (({"weight_format": "plain"}, 128), ({"weight_format": "e4m3"}, 128), (blocks, 256)):
+        made = moe_case(torch.device("cpu"), routing, 600, getattr(torch, dtype), sizes=(256, size), **form)
         needs, tensors, x, slots = made
         moe.BoundMoe(needs, tensors)(x, slots)
 
@@ -555,8 +563,13 @@ def streamed_experts(dtype: str) -> None:
     """Experts in e4m3 and of two bytes of some tokens on a Hopper device."""
     moe.is_hopper = moe.has_pdl = streamed.has_pdl = lambda device: True
     routing = RoutingSpec(num_experts=64, top_k=4)
-    for form, numbers_of_tokens in (("e4m3", (64, 200)), ("plain", (128,))):
-        made = moe_case(torch.device("cpu"), routing, 200, getattr(torch, dtype), weight_format=form, sizes=(512, 512))
+    blocks = {"weight_format": "e4m3", "group_size": 128, "group_rows": 64}
+    for form, numbers_of_tokens in (
+        ({"weight_format": "e4m3"}, (64, 200)),
+        ({"weight_format": "plain"}, (128,)),
+        (blocks, (200,)),
+    ):
+        made = moe_case(torch.device("cpu"), routing, 200, getattr(torch, dtype), sizes=(512, 512), **form)
         needs, tensors, x, slots = made
         op = moe.BoundMoe(needs, tensors)
         for num_tokens in numbers_of_tokens:
@@ -648,6 +661,7 @@ def main(*arguments: str) -> None:
     hopper_split_k.is_hopper = gemv.has_pdl = fp8.has_pdl = split_k.has_pdl = hopper_split_k.has_pdl = (
         fp8_one_row.has_pdl
     ) = lambda device: True
+    hopper_blocks.has_pdl = fp8_blocks.has_pdl = lambda device: True
     hopper_vocab.has_pdl = hopper_wide_vocab.has_pdl = hopper_mid_batch.has_pdl = head.has_pdl = lambda device: True
     hopper_matmul.is_hopper = latent_hopper.has_pdl = lambda device: True
     hopper_matmul.num_sms = latent_hopper.num_sms = lora_hopper.num_sms = grouped.num_sms = hopper_many.num_sms = (

@@ -10,7 +10,7 @@ from pelton_linear_oracle import TOLERANCES, Case, make_case
 
 from pelton.ops.interface import LinearSpec, LinearWeights
 from pelton_backends import code_tables
-from pelton_backends.triton.ops.linear import coded
+from pelton_backends.triton.ops.linear import coded, decoded
 from pelton_backends.triton.ops.linear.coded import (
     FORMATS,
     CodedLinear,
@@ -75,7 +75,7 @@ def test_programs_share_a_row_and_a_tile(form, device, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_many_rows_take_the_dequantized_matrix_in_parts(form, device, monkeypatch):
-    monkeypatch.setattr(coded, "NUMBERS_AT_ONCE", 2**13)
+    monkeypatch.setattr(decoded, "NUMBERS_AT_ONCE", 2**13)
     monkeypatch.setattr(coded, "MAX_TOKENS", 4)
     check(*make(5, 128, 150, device, form, bias=True))
 

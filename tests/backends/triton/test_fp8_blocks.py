@@ -14,7 +14,7 @@ from pelton.ops.interface import (
     LinearWeights,
     NormSpec,
 )
-from pelton_backends.triton.ops.linear import fp8_blocks
+from pelton_backends.triton.ops.linear import decoded
 from pelton_backends.triton.ops.linear.fp8_blocks import Fp8BlocksAddNormLinear, Fp8BlocksLinear
 from pelton_backends.triton.ops.linear.hopper_blocks import ROWS, add_norm_split, choose_blocks_tiling, split_rows
 from pelton_backends.triton.ops.linear.large_batch import add_norm, gated
@@ -63,8 +63,27 @@ def test_equals_torch(device, num_rows, num_cols, size, num_tokens):
 @pytest.mark.parametrize("num_tokens", [1, 5, 300])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_biases_and_more_rows(device, dtype, num_tokens, monkeypatch):
-    monkeypatch.setattr(fp8_blocks, "NUMBERS_AT_ONCE", 16 * 256)
-    check(*case(device, 40, 256, 128, dtype, has_bias=True), num_tokens)
+    monkeypatch.setattr(decoded, "NUMBERS_AT_ONCE", 16 * 256)
+    check(*case(device, 100, 256, 128, dtype, has_bias=True), num_tokens)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_many_rows_go_to_the_kernel_that_computes_the_activation(activation, device, monkeypatch):
+    calls = []
+
+    def multiply(x, weight, activation):
+        calls.append((weight.shape, activation))
+        out = x.float() @ weight.float().T
+        return (out if activation is None else gated(out, activation)).to(x.dtype)
+
+    monkeypatch.setattr(decoded, "can_multiply_many", lambda weight: True)
+    monkeypatch.setattr(decoded, "hopper_matmul", multiply)
+    monkeypatch.setattr(decoded, "share_of_work", lambda *sizes: 0.9)
+    monkeypatch.setattr(decoded, "MIN_ROWS", 300)
+    needs, tensors = behind_norm(device, 128, 256, activation=activation)
+    for num_tokens in (299, 300):
+        check_behind_norm(needs, tensors, num_tokens)
+    assert calls == [((128, 256), activation)]
 
 
 def behind_norm(device, num_rows, num_cols, dtype="bfloat16", activation=None, has_post_norm=False, **form):

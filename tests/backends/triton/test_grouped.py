@@ -9,7 +9,7 @@ import torch
 from pelton_linear_oracle import TOLERANCES, Case, make_case
 
 from pelton.ops.interface import LinearTensors, LinearWeights
-from pelton_backends.triton.ops.linear import grouped
+from pelton_backends.triton.ops.linear import decoded, grouped
 from pelton_backends.triton.ops.linear.grouped import GroupedAddNormGatedLinear, GroupedAddNormLinear, GroupedLinear
 from pelton_plugins.weight_forms.groups import (
     FORMATS,
@@ -175,7 +175,7 @@ def test_options(options, num_rows, device):
 
 
 def test_many_rows_take_the_dequantized_matrix_in_parts(device, monkeypatch):
-    monkeypatch.setattr(grouped, "NUMBERS_AT_ONCE", 2**14)
+    monkeypatch.setattr(decoded, "NUMBERS_AT_ONCE", 2**14)
     for op in ("linear", "add_norm_gated_linear"):
         implementation, kind = OPS[op]
         check(make(grouped.MAX_TOKENS + 1, 128, 160, device, bias=True, **kind), implementation)

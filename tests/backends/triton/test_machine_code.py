@@ -33,11 +33,12 @@ IN_E4M3 = (
     "32 normed rows in e4m3",
     "down of 32 rows in e4m3",
 )
+IN_BLOCKS = ("gate and up in blocks", "128 rows of down in blocks")
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (
-    *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_INTEGERS, "one row of a long matrix in e4m3", "many_gated", "dealt",
-    "latent", "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent", "logits", "shares",
+    *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_BLOCKS, *IN_INTEGERS, "one row of a long matrix in e4m3",
+    "many_gated", "dealt", "latent", "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent", "logits", "shares",
     "states", "delta_rule", "key_delta_rule", "other_states", "gate and up of 128 rows", "resident", "columns",
     "O before a large matrix",
 )  # fmt: skip
@@ -80,8 +81,12 @@ READ: dict[str, tuple[int, ...]] = {
     "many_gated": (),
     "sampling with all": (),
     "QKV of prompts with adapters": (),  # gate and up have more to do
-    "experts on Hopper": (2, 3, 8, 10),  # of two bytes, and in e4m3
-    "experts that stream": (5, 10),  # the first product with 32 pairs in e4m3, the second one of bfloat16
+    "experts on Hopper": (2, 3, 8, 10, 15),  # of two bytes, in e4m3, and the first one in blocks
+    "experts that stream": (
+        5,
+        10,
+        13,
+    ),  # the first product with 32 pairs in e4m3, the second one of bfloat16, the first one in blocks
     "experts in mxfp4 on Hopper": (2, 7, 13),  # the first product with 16 and 32 pairs, the second one with 64
     "experts in int4_grouped": (2, 3, 5, 6, 8),
     "experts in int8_grouped": (3, 5, 8),
@@ -316,6 +321,18 @@ def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers(bfloa
     assert "UTMALDG" in code[: code.index("ACQBULK")] and "QGMMA" in code, "weights are on their way before the wait"
 
 
+def test_weights_in_blocks_are_on_their_way_before_the_wait(bfloat16: Kernels) -> None:
+    kernels = bfloat16(*IN_BLOCKS)
+    names = ["_add_norm_split_kernel", "blocks_kernel", "_split_row_kernel", "blocks_kernel"]
+    assert [kernel["kernel"] for kernel in kernels] == names
+    for kernel in kernels:
+        code = kernel["instructions"]
+        assert kernel["stack"] == 0 and not WRITES & set(code[: code.index("ACQBULK")])
+    for kernel in kernels[1::2]:
+        code = kernel["instructions"]
+        assert {"UTMALDG", "LDG"} <= set(code[: code.index("ACQBULK")]) and "QGMMA" in code, "and a scale of each row"
+
+
 def test_parts_of_one_row_are_handed_over_without_a_counter(bfloat16: Kernels) -> None:
     (kernel,) = bfloat16("one row of a long matrix in e4m3")
     code = kernel["instructions"]
@@ -459,20 +476,21 @@ def test_packed_experts_are_decoded_in_registers_without_conversions(bfloat16: K
 
 def test_rows_of_sorted_experts_are_gathered_by_the_product(bfloat16: Kernels) -> None:
     found = with_code(bfloat16("experts on Hopper"))
-    assert [kernel["kernel"] for kernel in found] == ["experts_matmul_kernel"] * 4
-    for kernel, product in zip(found, ("HGMMA", "HGMMA", "QGMMA", "QGMMA"), strict=True):
+    assert [kernel["kernel"] for kernel in found] == ["experts_matmul_kernel"] * 5
+    for kernel, product in zip(found, ("HGMMA", "HGMMA", "QGMMA", "QGMMA", "QGMMA"), strict=True):
         assert {"HGMMA", "QGMMA"} & set(kernel["instructions"]) == {product} and kernel["stack"] == 0
     gathers = ["LDGSTS" in kernel["instructions"] for kernel in found]
-    assert gathers == [True, False] * 2, "rows of x lie anywhere"
+    assert gathers == [True, False, True, False, True], "rows of x lie anywhere"
 
 
 def test_weights_of_experts_are_on_their_way_before_the_choice(bfloat16: Kernels) -> None:
     """The first product with 32 pairs of inputs that are two numbers in e4m3 each: weights in e4m3 are not converted. The second one,
-    of bfloat16, reads the choice, which is of the launch before the last, before it waits. The others are compiled alone."""
+    of bfloat16, reads the choice, which is of the launch before the last, before it waits. The third is the first product with scales for
+    blocks. The others are compiled alone."""
     found = with_code(bfloat16("experts that stream"))
-    assert [kernel["kernel"] for kernel in found] == ["streamed_kernel"] * 2
-    assert ["QGMMA" in kernel["instructions"] for kernel in found] == [True, False]
-    for kernel, is_first in zip(found, (True, False), strict=True):
+    assert [kernel["kernel"] for kernel in found] == ["streamed_kernel"] * 3
+    assert ["QGMMA" in kernel["instructions"] for kernel in found] == [True, False, True]
+    for kernel, is_first in zip(found, (True, False, True), strict=True):
         code = kernel["instructions"]
         before, copies = code[: code.index("ACQBULK")], code[code.index("UTMALDG") :]
         assert not WRITES & set(before) and {"QGMMA", "HGMMA"} & set(code) and kernel["stack"] == 0

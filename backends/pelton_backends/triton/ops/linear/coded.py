@@ -1,8 +1,7 @@
 """Products with weights in codes of a table ("nf4", "fp4").
 
 One row streams the codes, with sums in float32. Up to `MAX_TOKENS` rows take a kernel that unpacks a tile of the weight in registers and
-multiplies on tensor cores; beyond that a part of the matrix at a time is dequantized into memory and cuBLAS multiplies it. The layout is in
-`coded_kernels.py`.
+multiplies on tensor cores; beyond that the matrix is dequantized into memory first (`decoded`). The layout is in `coded_kernels.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 
 from pelton.ops.interface import (
@@ -26,6 +24,7 @@ from pelton_backends.triton.ops.linear.coded_kernels import (
     decode_rows_kernel,
     one_coded_row_kernel,
 )
+from pelton_backends.triton.ops.linear.decoded import multiply_decoded
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.refusals import dtype_refusals, format_refusals
 from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 FORMATS = ("nf4", "fp4")
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 256
-NUMBERS_AT_ONCE = 2**25
-"""Of a matrix, dequantized for cuBLAS."""
 _SMALLEST_TILE = 64  # rows of a weight
 
 
@@ -127,7 +124,7 @@ class CodedMatrix:
             return torch.empty((0, self.out_features), dtype=out_dtype, device=x.device)
         x = inner_contiguous(x)
         if num_tokens > MAX_TOKENS:
-            return self._by_library(x).to(out_dtype)
+            return multiply_decoded(x, self.dequantized, self.out_features, self.bias, None).to(out_dtype)
         tiling = tiling or choose_tiling(num_tokens, self.out_features, self.in_features, self.programs)
         num_tiles, num_blocks = (
             triton.cdiv(self.out_features, tiling.rows), triton.cdiv(num_tokens, tiling.tokens)
@@ -143,14 +140,6 @@ class CodedMatrix:
             M=tiling.tokens, R=tiling.rows, BK=tiling.columns, SPLIT=tiling.split, STAGES=tiling.stages,
             num_warps=tiling.num_warps, **self.launch_flags,
         )  # fmt: skip
-        return out
-
-    def _by_library(self, x: Tensor) -> Tensor:
-        out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, device=x.device)
-        step = max(NUMBERS_AT_ONCE // self.in_features // _SMALLEST_TILE, 1) * _SMALLEST_TILE
-        for first in range(0, self.out_features, step):
-            rows = slice(first, min(first + step, self.out_features))
-            out[:, rows] = F.linear(x, self.dequantized(rows, x.dtype), None if self.bias is None else self.bias[rows])
         return out
 
     def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:

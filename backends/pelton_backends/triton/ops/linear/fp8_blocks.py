@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -28,6 +27,7 @@ from pelton.ops.interface import (
     LinearWeights,
 )
 from pelton.platform.compiling import launch
+from pelton_backends.triton.ops.linear.decoded import multiply_decoded
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.hopper_blocks import (
     BLOCK_COLUMNS,
@@ -36,13 +36,12 @@ from pelton_backends.triton.ops.linear.hopper_blocks import (
     add_norm_split,
     split_rows,
 )
-from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.hopper_split_k import can_multiply
-from pelton_backends.triton.ops.linear.large_batch import MIN_GATED_SHARE, MIN_ROWS, MIN_SHARE, add_norm, gated
+from pelton_backends.triton.ops.linear.large_batch import add_norm, gated
 from pelton_backends.triton.ops.linear.refusals import dtype_refusals, format_refusals, product_refusals
 from pelton_backends.triton.ops.moe.packed import _product_e4m3, _row_sums, decode_kernel
 from pelton_backends.triton.ops.pieces import Norm
-from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, num_sms, wait_for_inputs
+from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 FORMAT = "fp8_blocks"
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 256
-NUMBERS_AT_ONCE = 2**27
-"""Of a matrix, decoded."""
 _DECODED_ROWS = 16
 _ONE_ROW = {"R": 8, "BK": 512}
 """Rows of the weight and columns at once, of a program."""
@@ -148,7 +145,6 @@ class Fp8BlocksMatrix:
         pdl = has_pdl(self.weight.device)
         self.flags = {"PDL": pdl, **launch_options(pdl)}
         self.form = {"N": self.num_rows, "K": self.num_cols, "G": self.size, **self.flags}
-        self.num_sms = num_sms(self.weight.device) if self.weight.is_cuda else 1
         self.few: BlocksProduct | None = None
         parts = self.num_rows if activation is None else self.num_rows // 2
         has_runs = weights.spec.group_rows % BLOCK_ROWS == parts % BLOCK_ROWS == 0
@@ -165,7 +161,7 @@ class Fp8BlocksMatrix:
         if self.few is not None and num_tokens <= MAX_TOKENS:
             return self.few(*split_rows(x), x.dtype)
         if num_tokens > MAX_TOKENS:
-            return self._decoded_first(x)
+            return multiply_decoded(x, self.decoded, self.num_rows, self.bias, self.activation)
         out = torch.empty((num_tokens, self.num_rows), dtype=x.dtype, device=x.device)
         operands = x, self.weight, self.scales, self.bias, out
         if num_tokens == 1:
@@ -178,29 +174,6 @@ class Fp8BlocksMatrix:
                 rows_kernel, grid, *operands, num_tokens, x.stride(0), **self.form, BM=tokens, BN=64, BK=min(self.size, 128),
                 num_warps=4, num_stages=4,
             )  # fmt: skip
-        return out if self.activation is None else gated(out, self.activation)
-
-    def _decoded_first(self, x: Tensor) -> Tensor:
-        """Many rows: the matrix in the rows' dtype is multiplied as others are, all of it where it is not too large."""
-        step = max(NUMBERS_AT_ONCE // self.num_cols // _DECODED_ROWS, 1) * _DECODED_ROWS
-        if step >= self.num_rows:
-            weight = self.decoded(slice(0, self.num_rows), x.dtype)
-            share = share_of_work(len(x), self.num_rows, self.num_cols, self.num_sms, self.activation)
-            least = MIN_SHARE if self.activation is None else MIN_GATED_SHARE
-            if self.bias is None and len(x) >= MIN_ROWS and share >= least and can_multiply_many(weight):
-                x = (
-                    x
-                    if x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-                    else x.clone(memory_format=torch.contiguous_format)
-                )
-                return hopper_matmul(x, weight, self.activation)
-            out = F.linear(x, weight, self.bias)
-        else:
-            out = torch.empty((len(x), self.num_rows), dtype=x.dtype, device=x.device)
-            for first in range(0, self.num_rows, step):
-                rows = slice(first, min(first + step, self.num_rows))
-                bias = None if self.bias is None else self.bias[rows]
-                out[:, rows] = F.linear(x, self.decoded(rows, x.dtype), bias)
         return out if self.activation is None else gated(out, self.activation)
 
     def decoded(self, rows: slice, dtype: torch.dtype) -> Tensor:

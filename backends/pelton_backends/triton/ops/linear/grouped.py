@@ -2,8 +2,8 @@
 scale and a minimum ("int4_minima", "int8_minima").
 
 One row streams the codes through a matrix-vector kernel, which norms it too. Up to `MAX_TOKENS` rows take a kernel that unpacks a tile
-of the weight in registers and multiplies on tensor cores; beyond that a part of the matrix at a time is dequantized into memory and
-cuBLAS multiplies it. The layout of codes and scales is in `grouped_kernels.py`.
+of the weight in registers and multiplies on tensor cores; beyond that the matrix is dequantized into memory first (`decoded`). The
+layout of codes and scales is in `grouped_kernels.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 
 from pelton.ops.interface import (
@@ -28,6 +27,7 @@ from pelton.ops.interface import (
     LinearWeights,
 )
 from pelton.platform.compiling import launch
+from pelton_backends.triton.ops.linear.decoded import multiply_decoded
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.grouped_kernels import (
     dequantize_kernel,
@@ -35,7 +35,7 @@ from pelton_backends.triton.ops.linear.grouped_kernels import (
     one_row_add_norm_kernel,
     one_row_kernel,
 )
-from pelton_backends.triton.ops.linear.large_batch import add_norm, gated
+from pelton_backends.triton.ops.linear.large_batch import add_norm
 from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
 
@@ -48,8 +48,6 @@ FORMATS = {"int4_grouped": 4, "int8_grouped": 8, "int4_minima": 4, "int8_minima"
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 256
 BLOCK = 128  # columns
-NUMBERS_AT_ONCE = 2**25
-"""Of a matrix, dequantized for cuBLAS."""
 _SMALLEST_TILE = 64  # rows of a weight
 NEAR_BYTES, _LARGE_BYTES = 8 << 20, 48 << 20
 """Of a large matrix behind O, brought into L2 while attention, at one row, leaves the memory idle. One row of Llama-3.1-8B, us a step:
@@ -175,7 +173,8 @@ class GroupedMatrix:
             return torch.empty((0, self.num_columns), dtype=out_dtype, device=x.device)
         x = inner_contiguous(x) if self.order is None else x.index_select(1, self.order)
         if num_tokens > MAX_TOKENS:
-            return self._by_library(x).to(out_dtype)
+            out = multiply_decoded(x, self.dequantized, self.out_features, self.bias, self.activation)
+            return out.to(out_dtype)
         tiling = tiling or choose_tiling(num_tokens, self.out_features, self.in_features, self.programs)
         num_tiles = triton.cdiv(self.num_columns, tiling.rows // (1 if self.activation is None else 2))
         num_blocks = triton.cdiv(num_tokens, tiling.tokens)
@@ -191,18 +190,6 @@ class GroupedMatrix:
             SPLIT=tiling.split, STAGES=tiling.stages, num_warps=tiling.num_warps, **self.launch_flags,
         )  # fmt: skip
         return out
-
-    def _by_library(self, x: Tensor) -> Tensor:
-        out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, device=x.device)
-        step = max(NUMBERS_AT_ONCE // self.in_features // _SMALLEST_TILE, 1) * _SMALLEST_TILE
-        for first in range(0, self.out_features, step):
-            rows = slice(first, min(first + step, self.out_features))
-            weight = self.dequantized(rows, x.dtype)
-            if first == 0 and rows.stop == self.out_features:
-                out = F.linear(x, weight, self.bias)
-            else:
-                out[:, rows] = F.linear(x, weight, None if self.bias is None else self.bias[rows])
-        return out if self.activation is None else gated(out, self.activation)
 
     def dequantized(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Rows of the matrix in `dtype`, columns in the order of the codes."""
