@@ -38,8 +38,8 @@ IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (
     *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_BLOCKS, *IN_INTEGERS, "one row of a long matrix in e4m3",
-    "many_gated", "dealt", "latent", "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent", "logits", "shares",
-    "states", "delta_rule", "key_delta_rule", "other_states", "gate and up of 128 rows", "resident", "columns",
+    "many_gated", "dealt", "latent", "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent",
+    "logits", "shares", "states", "delta_rule", "key_delta_rule", "other_states", "gate and up of 128 rows", "resident", "columns",
     "O before a large matrix",
 )  # fmt: skip
 EVERY = ("attention", "steps", "products", "vocabulary", "adapters", "mixture", "ranks")
