@@ -168,13 +168,15 @@ class SparseMoe(nn.Module):
         limit: float | None = None,
         make_experts: MakeExperts | None = None,
         weight_format: str = "plain",
+        multiple: int = 1,
         shared: GatedMLP | None = None,
         shared_gate: str | None = None,
         router_dtype: torch.dtype | None = None,
     ) -> None:
         """prefix: of the MLP in the checkpoint. has_bias, limit: as in `ExpertsSpec`; a router has a bias where its experts have.
         make_experts: allocates the experts' tensors and says how a checkpoint fills them, where it is not one tensor a matrix;
-        weight_format: of what it allocates.
+        weight_format: of what it allocates; multiple: of which each rank's part of the intermediate size is one, so that `make_experts`
+        has to fill up what the last ranks lack with zeros.
         shared: takes every token; shared_gate: the name of the matrix [1, H] whose sigmoid it is multiplied by, if any.
         router_dtype: the model's or float32; the model's when None."""
         super().__init__()
@@ -184,7 +186,9 @@ class SparseMoe(nn.Module):
         if config.has_whole_experts:
             first, num_held = _held(parallel, num_places, prefix)
         else:
-            width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
+            width = -(-intermediate_size // (parallel.size * multiple)) * multiple
+            if multiple == 1:
+                width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
         group_size, group_rows = None, 1
         if make_experts is None:
             some = f"{prefix}.{names.experts}.{first % routing.num_experts}"

@@ -28,6 +28,9 @@ _NAMES = ExpertNames(router="router")
 _ALPHA = 1.702
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCK = 32  # numbers with one scale
+_PART = 64
+"""A rank's part of an expert in four bits is a multiple of so many numbers, as fast kernels want it (`hopper_mxfp4.can_multiply`): of 2,880
+two ranks have 1,472 and 1,408, and 64 of zeros."""
 _MOST_EXPONENT = 127 + 64  # kernels decode to a float of eight bits' exponent, with room for sums
 _BIAS = 127  # of a scale's exponent
 
@@ -47,11 +50,12 @@ class GptOssDecoderLayer(MoeDecoderLayer):
         hf = config.hf
         if hf.get("swiglu_alpha", _ALPHA) != _ALPHA:
             raise ConfigError(f"swiglu_alpha is {hf.swiglu_alpha}; this model has {_ALPHA}. Use another checkpoint.")
-        count = num_experts(hf)
+        count, weight_format = num_experts(hf), _weight_format(config)
         return SparseMoe(
             hf.hidden_size, hf.intermediate_size, activation="swiglu_oai", limit=hf.get("swiglu_limit", 7.0), has_bias=True,
             routing=RoutingSpec(num_experts=count, top_k=hf.num_experts_per_tok), norm=self.post_attention_layernorm,
-            config=config, prefix=prefix, names=_NAMES, make_experts=_experts, weight_format=_weight_format(config),
+            config=config, prefix=prefix, names=_NAMES, make_experts=_experts, weight_format=weight_format,
+            multiple=_PART if weight_format == "mxfp4" else 1,
         )  # fmt: skip
 
 
@@ -63,8 +67,7 @@ def _weight_format(config: BuildConfig) -> str:
     hf = config.hf
     if not (_is_mxfp4(hf) and keeps_packed(config)):
         return "plain"
-    has_whole_blocks = hf.hidden_size % _BLOCK == hf.intermediate_size // config.parallel.size % _BLOCK == 0
-    return "mxfp4" if has_whole_blocks else "plain"
+    return "mxfp4" if hf.hidden_size % _BLOCK == hf.intermediate_size % _BLOCK == 0 else "plain"
 
 
 def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, nn.Parameter]:
@@ -156,7 +159,9 @@ def repacked_mxfp4(blocks: Tensor) -> Tensor:
 
 
 def _put_blocks(rows: Tensor, target: Tensor, *, first: int, count: int) -> None:
-    target.copy_(rows[:, first : first + count])
+    part = rows[:, first : first + count]
+    target[:, : part.shape[1]] = part
+    target[:, part.shape[1] :] = 0
 
 
 def _is_mxfp4(hf: HFConfig) -> bool:
@@ -164,9 +169,11 @@ def _is_mxfp4(hf: HFConfig) -> bool:
 
 
 def _put_gate_up(rows: Tensor, target: Tensor, *, first: int, width: int) -> None:
-    """rows [2 I of all ranks, ...], gate and up in turns -> target [2 width, ...], gate first."""
-    target[:width] = rows[0::2][first : first + width]
-    target[width:] = rows[1::2][first : first + width]
+    """rows [2 I of all ranks, ...], gate and up in turns -> target [2 width, ...], gate first, each filled up with zeros."""
+    for half, turn in enumerate((rows[0::2], rows[1::2])):
+        part, place = turn[first : first + width], target[half * width : (half + 1) * width]
+        place[: len(part)] = part
+        place[len(part) :] = 0
 
 
 def _put_down(rows: Tensor, target: Tensor, *, first: int, width: int) -> None:
