@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 BLOCK_COLUMNS, BLOCK_ROWS = 128, 64
 """Of a block with a scale; rows may be a multiple."""
-ROWS, MOST_TOKENS = 64, 128  # of a tile
-_PANEL, _BLOCK_ROWS = gl.constexpr(PANEL_BYTES), gl.constexpr(BLOCK_ROWS)
+ROWS, MOST_TOKENS = BLOCK_ROWS, 128  # of a tile
+_PANEL = gl.constexpr(PANEL_BYTES)
 
 
 # Rows as sums of two.
@@ -154,7 +154,7 @@ def add_norm_split(
 
 @gluon.jit
 def _scale_at(scales, is_first, panel, BLOCKS: gl.constexpr, OTHER: gl.constexpr):
-    """Return a panel's scales of the rows of a tile, which are those of its first rows or of others, OTHER rows behind."""
+    """Return a panel's scales of a tile's rows: of gate's, and in turns with them of up's, which lie OTHER rows behind."""
     return gl.where(is_first, gl.load(scales + panel), gl.load(scales + panel + OTHER * BLOCKS))
 
 
@@ -168,7 +168,7 @@ def blocks_kernel(
     BLOCKS: gl.constexpr = K // _PANEL
     STEPS: gl.constexpr = BLOCKS // (PANELS * SPLIT)
     IS_PAIRED: gl.constexpr = ACTIVATION is not None
-    OTHER: gl.constexpr = N // 2 if IS_PAIRED else (_BLOCK_ROWS if R > _BLOCK_ROWS else 0)
+    OTHER: gl.constexpr = N // 2 if IS_PAIRED else 0
     tile, part, token = gl.program_id(0), gl.program_id(1), gl.program_id(2) * M
     row = tile * (R // 2 if IS_PAIRED else R)
     first = part * STEPS * PANELS
@@ -185,8 +185,7 @@ def blocks_kernel(
     for i in gl.static_range(STAGES):
         fetch(weight, row, first + i * PANELS, weight_barriers.index(i), weights.index(i), IS_PAIRED)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 32])
-    place = gl.arange(0, R, gl.SliceLayout(1, layout))
-    is_first = place % 2 == 0 if IS_PAIRED else place < _BLOCK_ROWS
+    is_first = gl.arange(0, R, gl.SliceLayout(1, layout)) % 2 == 0
     of_rows = weight_scale + gl.minimum(row, N - 1 - OTHER).to(gl.int64) * BLOCKS
     scale = _scale_at(of_rows, is_first, first, BLOCKS, OTHER)  # from memory, while nothing else can be done
     gdc_launch_dependents()
