@@ -187,6 +187,20 @@ def test_experts_may_be_one_tensor_a_matrix(made: Callable[[str], Reference], fa
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
 
 
+def test_layers_that_predict_further_tokens_are_not_read(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    reference, folder = made("glm4_moe"), tmp_path / "released"
+    shutil.copytree(reference.path, folder)
+    fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
+    layer = f"model.layers.{fields['num_hidden_layers']}"
+    unread = {
+        f"{layer}.{name}.weight": torch.ones(4) for name in ("eh_proj", "shared_head.head", "mlp.experts.0.up_proj")
+    }
+    save_file(load_file(folder / "model.safetensors") | unread, folder / "model.safetensors")
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts[:3], greedy(NUM_TOKENS)) == reference.outputs[:3]
+
+
 def test_minimax_m2_as_it_is_released(made: Callable[[str], Reference], tmp_path: Path) -> None:
     """The part of a head that turns is a number of its own, the rope's base is the architecture's."""
     reference, folder = made("minimax_m2"), tmp_path / "released"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts
 
@@ -48,3 +51,15 @@ def test_chunked_and_preempted(reference: Reference) -> None:
     ) as llm:  # fmt: skip
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
         assert llm.num_preemptions() > 0
+
+
+def test_a_head_that_nothing_is_said_about_is_the_embedding(tmp_path: Path) -> None:
+    """SmolLM3 and ERNIE 4.5 leave the field out, as transformers does where it is true."""
+    for family in ("smollm3", "ernie4_5"):
+        path = make_tiny_checkpoint(tmp_path / family, family, with_tokenizer=False, tie_word_embeddings=True)
+        config = json.loads((path / "config.json").read_text())
+        assert config.pop("tie_word_embeddings")
+        (path / "config.json").write_text(json.dumps(config))
+        prompts = make_prompts(VOCAB_SIZE, (5, 16))
+        with make_llm(str(path)) as llm:
+            assert generate(llm, prompts, greedy(4)) == greedy_reference(str(path), prompts, 4)[0]

@@ -102,6 +102,26 @@ def test_fields_that_gemma_leaves_out_have_their_values(made: Callable[[str], Re
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
 
 
+def test_gemma3n_as_it_is_released(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Ropes by the older fields, and keys and values of layers that share those of others."""
+    reference = made("gemma3n")
+    folder = Path(release(reference, tmp_path / "gemma3n"))
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    ropes = text.pop("rope_parameters")
+    text |= {"rope_theta": ropes["full_attention"]["rope_theta"], "rope_scaling": None}
+    text["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+    assert text["rope_theta"] != text["rope_local_base_freq"]
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    last = f"model.language_model.layers.{text['num_hidden_layers'] - 1}.self_attn"
+    unread = {f"{last}.{name}.weight": torch.ones(4) for name in ("k_proj", "v_proj", "k_norm")}
+    assert not unread.keys() & tensors.keys()
+    save_file(tensors | unread, folder / "model.safetensors")
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
 def test_a_text_part_of_another_kind_is_refused(made: Callable[[str], Reference], tmp_path: Path) -> None:
     path = release(made("mistral"), tmp_path / "mistral")
     with pytest.raises(ConfigError, match="text_config has model_type 'ministral3'; of this architecture only mistral"):

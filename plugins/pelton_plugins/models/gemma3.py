@@ -70,7 +70,7 @@ class Gemma3DecoderLayer(nn.Module):
         return self.down_proj(activated), residual
 
     def rope(self, is_local: bool, head_dim: int, config: BuildConfig) -> Rope:
-        return _rope(is_local, head_dim, config)
+        return rope_of_kind(is_local, head_dim, config)
 
 
 class Gemma3ForCausalLM(StagedDecoder):
@@ -110,7 +110,7 @@ def _is_local(index: int, config: BuildConfig, global_every: int) -> bool:
     return (index + 1) % pattern != 0
 
 
-def _rope(is_local: bool, head_dim: int, config: BuildConfig) -> Rope:
+def rope_of_kind(is_local: bool, head_dim: int, config: BuildConfig) -> Rope:
     """Local layers never have the checkpoint's `rope_scaling`, which the older form of config.json means for global ones."""
     layer_type = "sliding_attention" if is_local else "full_attention"
     if is_local:
