@@ -19,6 +19,8 @@ from pelton.ops.interface import InputRounding, LinearSpec, LinearWeights
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.cache_scales import take_cache_scales
 from pelton_plugins.quantization.fp8_decoded import BlockExperts, DecodedFp8
+from pelton_plugins.quantization.merged import create_mixed
+from pelton_plugins.quantization.module_names import is_part_of
 from pelton_plugins.quantization.numbers import E4M3, round_rows, row_scales
 from pelton_plugins.quantization.reference import BLOCKS_FORMAT, FORMAT
 
@@ -62,10 +64,7 @@ class Fp8Weights(ABC):
         if is_vocabulary or not any(is_kept for is_kept, _ in found):
             return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
         if found.count(found[0]) < len(found):
-            raise ConfigError(
-                f"quantization is {self.name!r}, and the parts of one merged matrix differ in it: "
-                f"{', '.join(shard.name for shard in shards)}. Take a checkpoint that treats them alike."
-            )
+            return create_mixed(config, shards, bias=bias)
         inputs = found[0][1]
         counts = [shard.rows[1] - shard.rows[0] for shard in shards]
         num_cols = shards[0].cols[1] - shards[0].cols[0]
@@ -129,18 +128,8 @@ class StoredFp8(Fp8Weights):
 
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         shape = (shard.num_rows, shard.num_cols)
-        config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(self._take_weight, shard))
+        config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(take_numbers, self.name, shard))
         config.weights.expect(f"{shard.name}.weight_scale", None, scale, fill=partial(self._take_scale, shard))
-
-    def _take_weight(self, shard: LinearShard, weight: LazyWeight, place: Tensor) -> None:
-        is_row_parallel = place.shape[1] < shard.num_cols
-        numbers = weight.read(1, *shard.cols) if is_row_parallel else weight.read(0, *shard.rows)
-        if numbers.dtype != E4M3:
-            raise ConfigError(
-                f"{shard.name}.weight is {str(numbers.dtype).removeprefix('torch.')}, and config.json's quantization_config "
-                f"({self.name}) says it is float8_e4m3fn. Check that config.json belongs to these weights."
-            )
-        place.copy_(numbers)
 
     def _take_scale(self, shard: LinearShard, weight: LazyWeight, place: Tensor) -> None:
         scales = weight.read().float().flatten()
@@ -150,6 +139,18 @@ class StoredFp8(Fp8Weights):
                 "row of the weight. Check that config.json belongs to these weights."
             )
         place.copy_(scales[slice(*shard.rows)] if len(scales) > 1 else scales.expand(len(place)))
+
+
+def take_numbers(method: str, shard: LinearShard, weight: LazyWeight, place: Tensor) -> None:
+    """Read this rank's part of a matrix that has to be in e4m3."""
+    is_row_parallel = place.shape[1] < shard.num_cols
+    numbers = weight.read(1, *shard.cols) if is_row_parallel else weight.read(0, *shard.rows)
+    if numbers.dtype != E4M3:
+        raise ConfigError(
+            f"{shard.name}.weight is {str(numbers.dtype).removeprefix('torch.')}, and config.json's quantization_config "
+            f"({method}) says it is float8_e4m3fn. Check that config.json belongs to these weights."
+        )
+    place.copy_(numbers)
 
 
 class _DecodedRows(DecodedFp8):
@@ -214,6 +215,13 @@ class SerializedFp8(StoredFp8):
         return not is_part_of(shard.name, self._left_out), self._inputs
 
 
+class _DecodedBlocks(DecodedFp8):
+    """Plain weights from numbers and a scale for each block."""
+
+    def is_kept(self, shard: LinearShard) -> bool:
+        return not is_part_of(shard.name, self._left_out)
+
+
 class BlockFp8:
     """A checkpoint with a scale for each block of a matrix, kept for each row of a block; inputs are not rounded. On a CPU, and where
     blocks do not divide a rank's columns, matrices are decoded while they load."""
@@ -221,7 +229,7 @@ class BlockFp8:
     name = "fp8"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.decoded = DecodedFp8(settings, left_out(settings))
+        self.decoded: DecodedFp8 = _DecodedBlocks(settings, left_out(settings))
 
     @property
     def experts(self) -> BlockExperts | None:
@@ -270,11 +278,6 @@ class BlockFp8:
 def left_out(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the modules that config.json's quantization_config leaves in the checkpoint's dtype."""
     return tuple(settings.get("ignored_layers") or settings.get("modules_to_not_convert") or ())
-
-
-def is_part_of(name: str, modules: Sequence[str]) -> bool:
-    """Return whether the matrix is one of these modules, or inside one; a module may be named by its last parts."""
-    return any(f".{module}." in f".{name}." for module in modules)
 
 
 def make_fp8(config: EngineConfig, model: ResolvedModel) -> QuantizationMethod:

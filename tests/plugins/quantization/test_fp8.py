@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from pelton.model.resolve import resolve_model
 from pelton.ops.interface import InputRounding
 from pelton.parallel.context import ParallelContext
 from pelton.plugins import load_plugins
+from pelton.quantization.interface import LinearShard
 from pelton.testing.model_driver import ModelDriver, TensorWeight, checkpoint_weights
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.quantization import fp8
 from pelton_plugins.quantization.compressed_tensors import CompressedTensors
+from pelton_plugins.quantization.fp8 import DYNAMIC
+from pelton_plugins.quantization.module_names import is_part_of
 
 PLUGINS = load_plugins(only=[])
 PROMPT = [5, 9, 200, 31, 77, 4, 18, 250, 13, 13, 90, 2]
@@ -51,6 +55,13 @@ def compressed(strategy, inputs, **settings):
     }  # fmt: skip
 
 
+def quark(inputs, *, is_dynamic, weight="fp8_e4m3"):
+    spec = {"dtype": weight, "qscheme": "per_channel" if is_dynamic else "per_tensor", "is_dynamic": False}
+    whole = {"weight": spec, "input_tensors": {"dtype": "fp8_e4m3", "qscheme": inputs, "is_dynamic": is_dynamic}}
+    layers = {"*k_proj": whole | {"output_tensors": spec}}  # for the cache
+    return {"quant_method": "quark", "global_quant_config": whole, "layer_quant_config": layers, "exclude": ["lm_head"]}
+
+
 MIXED = ["lm_head", "re:.*layers.1.*", "model.layers.2.self_attn.o_proj"]
 FORMS = {
     "compressed-channel-token": Form(compressed("channel", "token"), per_row=True),
@@ -64,6 +75,15 @@ FORMS = {
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 2.0, "modules_to_not_convert": ["lm_head", "layers.0.mlp"]},
         per_row=True, bound=2.0, kept=("lm_head", "layers.0.mlp"),
     ),
+    "compressed-parts-differ": Form(
+        compressed("channel", None, ignore=["lm_head", "model.layers.0.self_attn.k_proj"]), per_row=True, inputs=None,
+        kept=("lm_head", "layers.0.self_attn.k_proj"),
+    ),
+    "modelopt": Form(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.layers.0.mlp*"]}, per_row=False,
+        inputs="tensor", kept=("lm_head", "layers.0.mlp"),
+    ),
+    "quark": Form(quark("per_channel", is_dynamic=True), per_row=True),
     "serialized-static": Form(
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, per_row=False, inputs="tensor"
     ),
@@ -284,13 +304,17 @@ def changed(**group):
     "settings, message",
     [
         pytest.param(compressed("channel", "token", format="marlin-24"), "the format 'marlin-24'", id="format"),
-        pytest.param(compressed("block", "token"), "strategy 'block'", id="blocks"),
+        pytest.param(compressed("block", "tensor"), "dynamic False .*beside weights in blocks served is float, 8, dynamic", id="blocks"),
+        pytest.param(compressed("channel", "token", transform_config={"config_groups": {}}), "has a transform_config", id="transform"),
+        pytest.param({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'; served is 'FP8'", id="modelopt"),
+        pytest.param(quark("per_tensor", is_dynamic=False, weight="fp4"), r"weight \('fp4', 'per_tensor', False\)", id="quark"),
+        pytest.param(quark("per_group", is_dynamic=True), r"input_tensors \('fp8_e4m3', 'per_group', True\)", id="quark-inputs"),
+        pytest.param({"quant_method": "hqq"}, r"quant_method\) is 'hqq'; available: .*Take a checkpoint of one of these", id="method"),
         pytest.param(changed(weights={"type": "int", "num_bits": 8, "strategy": "channel"}), "of type 'int', 8 bits", id="int"),
         pytest.param(
             changed(input_activations={"type": "float", "num_bits": 8, "strategy": "group", "dynamic": True}),
             "strategy 'group', dynamic True", id="groups-of-inputs",
         ),
-        pytest.param(compressed("channel", "token", ignore=["model.layers.0.self_attn.k_proj"]), "differ in it", id="merged"),
         pytest.param({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]", id="block"),
         pytest.param({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme is 'odd'", id="scheme"),
     ],
@@ -324,8 +348,19 @@ def test_weights_that_are_not_what_config_says_are_refused(tmp_path):
 
 
 def test_modules_are_left_out_by_name():
-    modules = ["layers.1.mlp", "model.layers.2"]
-    assert fp8.is_part_of("model.layers.1.mlp.up_proj", modules)
-    assert fp8.is_part_of("model.layers.2.self_attn.q_proj", modules)
-    assert not fp8.is_part_of("model.layers.11.mlp.up_proj", modules)
-    assert not fp8.is_part_of("model.layers.21.mlp.up_proj", modules)
+    modules = ["layers.1.mlp", "model.layers.2.", "re:.*o_proj$", "*.layers.3.*", "model.language_model.layers.4"]
+    for name in ("1.mlp.up_proj", "2.self_attn.q_proj", "5.self_attn.o_proj", "3.mlp.up_proj", "4.mlp.up_proj"):
+        assert is_part_of(f"model.layers.{name}", modules)
+        assert is_part_of(f"language_model.model.layers.{name}", modules)
+    for name in ("11.mlp.up_proj", "21.mlp.up_proj", "5.o_proj.x", "33.mlp.up_proj", "14.mlp.up_proj"):
+        assert not is_part_of(f"model.layers.{name}", modules)
+
+
+def test_of_two_groups_the_one_that_names_a_matrix_counts():
+    rounded, plain = (compressed("channel", inputs)["config_groups"]["group_0"] for inputs in ("token", None))
+    groups = {"group_0": rounded, "group_1": plain | {"targets": ["re:.*o_proj"]}}
+    settings = compressed("channel", "token", config_groups=groups)
+    made = CompressedTensors(EngineConfig(), SimpleNamespace(hf_config={"quantization_config": settings}))
+    for name, inputs in (("q_proj", DYNAMIC), ("o_proj", None)):
+        shard = LinearShard(f"model.layers.0.self_attn.{name}", 8, 8, (0, 8), (0, 8))
+        assert made.method_of(shard).inputs_of(shard) == (True, inputs)
