@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,20 @@ def test_the_text_of_a_released_checkpoint(made: Callable[[str], Reference], fam
     reference = made(family)
     with make_llm(release(reference, tmp_path / family), max_num_batched_tokens=40) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_text_behind_the_model(made: Callable[[str], Reference], family: str, tmp_path: Path) -> None:
+    """`model.language_model.layers...`, as some tools write what is released as `language_model.model.layers...`."""
+    folder = Path(release(made(family), tmp_path / family))
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    moved = {name.replace("language_model.model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    moved = {name.replace("language_model.lm_head", "lm_head"): tensor for name, tensor in moved.items()}
+    assert not any(name.startswith("language_model.") for name in moved)
+    save_file({re.sub("^(vision|multi)", r"model.\1", name): tensor for name, tensor in moved.items()}, file)
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, made(family).prompts[:2], greedy(NUM_TOKENS)) == made(family).outputs[:2]
 
 
 def test_experts_as_transformers_writes_them(made: Callable[[str], Reference], tmp_path: Path) -> None:
