@@ -38,6 +38,28 @@ def test_batched_and_with_prefix_hits(reference: Reference) -> None:
         assert llm.kv_cache_usage() == 0.0
 
 
+def test_queries_of_ministral3_are_scaled_by_position(tmp_path: Path) -> None:
+    import transformers
+
+    rope = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "max_position_embeddings": 512,
+    }  # fmt: skip
+    path = make_tiny_checkpoint(
+        tmp_path / "m", config_class=transformers.Ministral3Config, model_class=transformers.Ministral3ForCausalLM,
+        with_tokenizer=False, rope_parameters=rope,
+    )  # fmt: skip
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    outputs, gap = greedy_reference(str(path), prompts, 8)
+    assert gap > 1e-4
+    with make_llm(str(path), max_num_batched_tokens=32) as llm:
+        assert generate(llm, prompts, greedy(8)) == outputs
+        assert generate(llm, prompts, greedy(8)) == outputs
+    rope["llama_4_scaling_beta"] = 0.0
+    with make_llm(str(path), hf_overrides={"rope_parameters": rope}) as llm:
+        assert generate(llm, prompts, greedy(8)) != outputs
+
+
 def test_alone(reference: Reference) -> None:
     with make_llm(reference.path, max_num_seqs=1, enforce_eager=True) as llm:
         assert generate(llm, reference.prompts[::2], greedy(NUM_TOKENS)) == reference.outputs[::2]

@@ -139,8 +139,15 @@ def test_gemma3n_as_it_is_released(made: Callable[[str], Reference], tmp_path: P
 
 def test_a_text_part_of_another_kind_is_refused(made: Callable[[str], Reference], tmp_path: Path) -> None:
     path = release(made("mistral"), tmp_path / "mistral")
-    with pytest.raises(ConfigError, match="text_config has model_type 'ministral3'; of this architecture only mistral"):
-        make_llm(path, hf_overrides={"text_config": {"model_type": "ministral3"}})
+    with pytest.raises(
+        ConfigError, match="text_config has model_type 'mistral4'; of this architecture only mistral and ministral3"
+    ):
+        make_llm(path, hf_overrides={"text_config": {"model_type": "mistral4"}})
+
+
+def test_attention_to_later_tokens_is_refused(made: Callable[[str], Reference]) -> None:
+    with pytest.raises(ConfigError, match="use_bidirectional_attention is True; this model has False"):
+        make_llm(made("gemma3").path, hf_overrides={"use_bidirectional_attention": True})
 
 
 def test_the_outer_level_says_whether_the_head_is_the_embedding(

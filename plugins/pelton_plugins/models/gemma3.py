@@ -17,6 +17,7 @@ from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
+from pelton_plugins.models.moe import check_fields
 from pelton_plugins.models.stages import StagedDecoder
 
 
@@ -79,6 +80,7 @@ class Gemma3ForCausalLM(StagedDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf, is_tied = config.hf, bool(config.hf.get("tie_word_embeddings", True))
+        check_fields(hf, use_bidirectional_attention=False)
         self.embed_tokens = self.make_embedding(
             config, f"{prefix}model.embed_tokens", is_tied=is_tied, scale=hf.hidden_size**0.5
         )

@@ -22,7 +22,12 @@ def pelton_settings() -> Sequence[SettingsEntry]:
 def pelton_models() -> Sequence[ModelEntry]:
     return [
         _entry("llama", "LlamaForCausalLM", "Llama, SmolLM2 and others of their shape"),
-        _entry("mistral", "MistralForCausalLM", "Llama's shape with a sliding window"),
+        ModelEntry(
+            name="mistral",
+            load="pelton_plugins.models.mistral:MistralForCausalLM",
+            architectures=("MistralForCausalLM", "Ministral3ForCausalLM"),
+            doc="Mistral and Ministral 3: Llama's shape with a sliding window, or with queries scaled by position",
+        ),
         _entry("qwen2", "Qwen2ForCausalLM", "Llama's shape with QKV biases"),
         _entry("qwen3", "Qwen3ForCausalLM", "Llama's shape with query and key norms"),
         ModelEntry(
@@ -180,7 +185,7 @@ _GEMMA3 = (
 )  # fmt: skip
 """Fields that released checkpoints of Gemma 3 leave out."""
 _TEXT_PARTS = (
-    ("mistral3", "Mistral3", "Mistral Small 3.1 and 3.2", ()),
+    ("mistral3", "Mistral3", "Mistral Small 3.1 and 3.2, Ministral 3, Devstral Small 2", ()),
     ("gemma3", "Gemma3", "Gemma 3 from 4B on", _GEMMA3),
     ("gemma3n", "Gemma3n", "Gemma 3n as it is released", ()),
     ("gemma4", "Gemma4", "Gemma 4, dense, as it is released", ()),

@@ -40,10 +40,10 @@ def ignore_other_parts(config: BuildConfig, prefix: str) -> None:
 
 
 class Mistral3ForConditionalGeneration(MistralForCausalLM):
-    """Mistral Small 3.1 and 3.2: Mistral's text."""
+    """Mistral Small 3.1 and 3.2, Ministral 3: Mistral's text."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        check_text(config, "mistral")
+        check_text(config, "mistral", "ministral3")
         super().__init__(config=config, prefix=prefix + TEXT)
         ignore_other_parts(config, rf"{prefix}(model\.)?")
 

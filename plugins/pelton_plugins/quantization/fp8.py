@@ -43,6 +43,9 @@ class Fp8Weights(ABC):
     """A `QuantizationMethod` whose weights are e4m3."""
 
     name: ClassVar[str]
+    scale_name = "weight_scale"
+    """Of the checkpoint's tensors, behind the name of a matrix."""
+    input_scale_name = "input_scale"
 
     @property
     def experts(self) -> RowExperts:
@@ -97,7 +100,7 @@ class Fp8Weights(ABC):
             place.copy_(weight.read().float().amax())
 
         for index, shard in enumerate(shards):
-            config.weights.expect(f"{shard.name}.input_scale", None, scales[index], fill=fill)
+            config.weights.expect(f"{shard.name}.{self.input_scale_name}", None, scales[index], fill=fill)
 
         def finish(place: Tensor) -> None:
             place.copy_(scales.amax())
@@ -116,7 +119,7 @@ class RowExperts:
 
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         self._method.expect(config, shard, weight, scale.squeeze(-1))
-        config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
+        config.weights.ignore(re.escape(f"{shard.name}.{self._method.input_scale_name}"))
 
 
 class StoredFp8(Fp8Weights):
@@ -129,13 +132,13 @@ class StoredFp8(Fp8Weights):
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         shape = (shard.num_rows, shard.num_cols)
         config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(take_numbers, self.name, shard))
-        config.weights.expect(f"{shard.name}.weight_scale", None, scale, fill=partial(self._take_scale, shard))
+        config.weights.expect(f"{shard.name}.{self.scale_name}", None, scale, fill=partial(self._take_scale, shard))
 
     def _take_scale(self, shard: LinearShard, weight: LazyWeight, place: Tensor) -> None:
         scales = weight.read().float().flatten()
         if len(scales) not in (1, shard.num_rows):
             raise ConfigError(
-                f"{shard.name}.weight_scale is {list(weight.shape)}; expected one number, or {shard.num_rows}, one for each "
+                f"{shard.name}.{self.scale_name} is {list(weight.shape)}; expected one number, or {shard.num_rows}, one for each "
                 "row of the weight. Check that config.json belongs to these weights."
             )
         place.copy_(scales[slice(*shard.rows)] if len(scales) > 1 else scales.expand(len(place)))
@@ -158,7 +161,7 @@ class _DecodedRows(DecodedFp8):
 
     def __init__(self, method: StoredFp8) -> None:
         super().__init__({}, ())
-        self.name, self._method = method.name, method
+        self.name, self._method, self._scale = method.name, method, method.scale_name
 
     def is_kept(self, shard: LinearShard) -> bool:
         return self._method.inputs_of(shard)[0]
@@ -167,7 +170,7 @@ class _DecodedRows(DecodedFp8):
         super().expect(config, shard, target)
         inputs = self._method.inputs_of(shard)[1]
         if inputs is not None and not inputs.is_dynamic:  # inputs are not rounded here
-            config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
+            config.weights.ignore(re.escape(f"{shard.name}.{self._method.input_scale_name}"))
 
 
 class Fp8AtLoad(Fp8Weights):
@@ -210,6 +213,8 @@ class SerializedFp8(StoredFp8):
             raise ConfigError(f"quantization_config.activation_scheme is {scheme!r}; use dynamic or static.")
         self._inputs = DYNAMIC if scheme == "dynamic" else STATIC
         self._left_out = left_out(settings)
+        if "weight_block_size" in settings:  # transformers wrote it, which calls a scale alike whatever it is of
+            self.scale_name, self.input_scale_name = "weight_scale_inv", "activation_scale"
 
     def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
         return not is_part_of(shard.name, self._left_out), self._inputs

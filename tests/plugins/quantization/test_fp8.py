@@ -41,6 +41,7 @@ class Form:
     inputs: str | None = "token"  # token, tensor, or not rounded
     bound: float | None = None
     kept: tuple[str, ...] = ("lm_head",)
+    names: tuple[str, str] = ("weight_scale", "input_scale")
 
 
 def compressed(strategy, inputs, **settings):
@@ -84,6 +85,10 @@ FORMS = {
         inputs="tensor", kept=("lm_head", "layers.0.mlp"),
     ),
     "quark": Form(quark("per_channel", is_dynamic=True), per_row=True),
+    "serialized-by-transformers": Form(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "modules_to_not_convert": ["lm_head"]},
+        per_row=False, inputs="tensor", names=("weight_scale_inv", "activation_scale"),
+    ),
     "serialized-static": Form(
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, per_row=False, inputs="tensor"
     ),
@@ -115,9 +120,9 @@ def quantize_checkpoint(path, form):
             continue
         tensors[name], scale = round_weight(tensor, form.per_row)
         module = name.removesuffix(".weight")
-        tensors[f"{module}.weight_scale"] = scale
+        tensors[f"{module}.{form.names[0]}"] = scale
         if form.inputs == "tensor":
-            tensors[f"{module}.input_scale"] = torch.tensor([input_scale_of(name)])
+            tensors[f"{module}.{form.names[1]}"] = torch.tensor([input_scale_of(name)])
         if form.bound:
             tensors[f"{module}.input_scale_ub"] = torch.tensor([form.bound])
     save_file(tensors, file, metadata={"format": "pt"})
