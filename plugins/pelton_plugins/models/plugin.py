@@ -37,6 +37,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             doc="DeepSeek V2 and V3: attention over latents (MLA), dense MLPs and experts",
         ),
         ModelEntry(
+            name="glm4_moe_lite",
+            load="pelton_plugins.models.deepseek:DeepseekForCausalLM",
+            architectures=("Glm4MoeLiteForCausalLM",),
+            config_defaults=(("topk_method", "noaux_tc"), ("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5)),
+            doc="GLM-4.7-Flash: DeepSeek V3's shape",
+        ),
+        ModelEntry(
             name="deepseek_v32",
             load="pelton_plugins.models.deepseek:DeepseekV32ForCausalLM",
             architectures=("DeepseekV32ForCausalLM",),
