@@ -214,7 +214,7 @@ def test_glm4_moe_lite_is_deepseek_v3s_shape(tmp_path: Path) -> None:
         "v_head_dim": 20,
     }
     path = make_tiny_checkpoint(
-        tmp_path / "m", config_class=transformers.Glm4MoeLiteConfig, model_class=transformers.Glm4MoeLiteForCausalLM,
+        tmp_path / "glm4_moe_lite", config_class=transformers.Glm4MoeLiteConfig, model_class=transformers.Glm4MoeLiteForCausalLM,
         with_tokenizer=False, **sizes, num_key_value_heads=4, moe_intermediate_size=40, n_routed_experts=8, num_experts_per_tok=3,
         routed_scaling_factor=1.5,
     )  # fmt: skip

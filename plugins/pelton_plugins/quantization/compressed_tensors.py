@@ -82,6 +82,8 @@ class CompressedTensors:
         methods = [None if is_embedding else self.method_of(shard) for shard in shards]
         if methods.count(methods[0]) < len(methods):
             return create_mixed(config, shards, bias=bias)
+        if is_vocabulary and isinstance(methods[0], (_Fp8, _Fp8Blocks)):  # a head is not kept in e4m3
+            return methods[0].decoded.create(config, shards, bias=bias)
         method: QuantizationMethod = methods[0] or PlainWeights()
         return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
 

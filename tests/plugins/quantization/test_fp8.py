@@ -80,6 +80,7 @@ FORMS = {
         compressed("channel", None, ignore=["lm_head", "model.layers.0.self_attn.k_proj"]), per_row=True, inputs=None,
         kept=("lm_head", "layers.0.self_attn.k_proj"),
     ),
+    "compressed-head": Form(compressed("channel", None, ignore=[]), per_row=True, inputs=None, kept=()),
     "modelopt": Form(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.layers.0.mlp*"]}, per_row=False,
         inputs="tensor", kept=("lm_head", "layers.0.mlp"),
@@ -103,7 +104,7 @@ def round_weight(weight, per_row):
 
 
 def is_matrix(name, form):
-    return name.endswith("_proj.weight") and not any(part in name for part in form.kept)
+    return name.endswith(("_proj.weight", "lm_head.weight")) and not any(part in name for part in form.kept)
 
 
 def input_scale_of(name):
@@ -188,7 +189,7 @@ def test_logits_are_those_of_transformers_with_the_dequantized_weights(form, fam
     form = FORMS[form]
     path = make_tiny_checkpoint(tmp_path / "m", family, with_tokenizer=False)
     want = reference_logits(path, form, PROMPT)
-    exact = reference_logits(path, Form({}, per_row=True, kept=("_proj",)), PROMPT)
+    exact = reference_logits(path, Form({}, per_row=True, kept=("_proj", "lm_head")), PROMPT)
     quantize_checkpoint(path, form)
     run = driver(path)
     got = run.step({"a": PROMPT[:7]})["a"]
