@@ -36,6 +36,7 @@ GROUP = "pelton"
 DISTRIBUTION = "pelton"
 ENV_FILTER = env.PLUGINS.name
 HOOK_PREFIX = "pelton_"
+IS_INSTALLED = f"Is its plugin installed, and in {ENV_FILTER}?"
 FIX_IT = f"Fix the plugin, or leave it out with {ENV_FILTER}."
 SLOW_LOAD_S, HANGING_LOAD_S = 0.5, 5.0
 
@@ -158,8 +159,8 @@ class Plugins:
         """The entries of `offers` that are not replaced."""
         return [offer.entry for offer in self.offers(hook, **arguments) if offer.replaced_by is None]
 
-    def find(self, hook: str, name: str, *, setting: str, **arguments: Any) -> Any:
-        """The entry called `name`, or else the one with that alias. Raises `ConfigError` that lists the names there are."""
+    def find(self, hook: str, name: str, *, setting: str, advice: str = IS_INSTALLED, **arguments: Any) -> Any:
+        """The entry called `name`, or else the one with that alias. Raises `ConfigError` that lists the names there are, and `advice`."""
         entries = self.entries(hook, **arguments)
         for entry in entries:
             if entry.name == name:
@@ -168,7 +169,7 @@ class Plugins:
             if name in entry.aliases:
                 return entry
         known = ", ".join(e.name for e in entries) or "none"
-        raise ConfigError(f"{setting} is {name!r}; available: {known}. Is its plugin installed, and in {ENV_FILTER}?")
+        raise ConfigError(f"{setting} is {name!r}; available: {known}. {advice}")
 
     def check_config_names(self, names: Iterable[str]) -> None:
         """Raises `ConfigError` when `plugin_config` has a name that no loaded plugin and no entry has."""
@@ -181,8 +182,7 @@ class Plugins:
                 close = difflib.get_close_matches(name, sorted(known), n=1)
                 hint = f" Did you mean {close[0]!r}?" if close else ""
                 raise ConfigError(
-                    f"plugin_config has {name!r}, and no loaded plugin is called that.{hint} "
-                    f"Is its plugin installed, and in {ENV_FILTER}?"
+                    f"plugin_config has {name!r}, and no loaded plugin is called that.{hint} {IS_INSTALLED}"
                 )
 
     def _entry_names(self) -> set[str]:

@@ -12,12 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from pelton_e2e import Reference, generate, greedy, make_llm, references_in
+from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts, references_in
 from pelton_isas import FLOAT32_PATHS
 from pelton_stacked import stacked
 from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
+from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
 from pelton_plugins.models import gpt_oss
 
 FAMILIES = (
@@ -185,6 +186,46 @@ def test_experts_may_be_one_tensor_a_matrix(made: Callable[[str], Reference], fa
     save_file(stacked(tensors), folder / "model.safetensors")
     with make_llm(str(folder)) as llm:
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+def test_layers_that_predict_further_tokens_are_not_read(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    reference, folder = made("glm4_moe"), tmp_path / "released"
+    shutil.copytree(reference.path, folder)
+    fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
+    layer = f"model.layers.{fields['num_hidden_layers']}"
+    unread = {
+        f"{layer}.{name}.weight": torch.ones(4) for name in ("eh_proj", "shared_head.head", "mlp.experts.0.up_proj")
+    }
+    save_file(load_file(folder / "model.safetensors") | unread, folder / "model.safetensors")
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts[:3], greedy(NUM_TOKENS)) == reference.outputs[:3]
+
+
+def test_glm4_moe_lite_is_deepseek_v3s_shape(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {
+        "hidden_size": 64,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+    }
+    path = make_tiny_checkpoint(
+        tmp_path / "glm4_moe_lite", config_class=transformers.Glm4MoeLiteConfig, model_class=transformers.Glm4MoeLiteForCausalLM,
+        with_tokenizer=False, **sizes, num_key_value_heads=4, moe_intermediate_size=40, n_routed_experts=8, num_experts_per_tok=3,
+        routed_scaling_factor=1.5,
+    )  # fmt: skip
+    prompts = make_prompts(VOCAB_SIZE, (1, 16, 33))
+    outputs, gap = greedy_reference(str(path), prompts, NUM_TOKENS)
+    assert gap > 1e-4
+    fields = json.loads((path / "config.json").read_text())
+    assert fields.pop("mlp_layer_types") == ["dense", "sparse", "sparse", "sparse"]
+    (path / "config.json").write_text(json.dumps(fields))  # as it is released
+    with make_llm(str(path), max_num_batched_tokens=16, model_impl="pelton") as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == outputs
 
 
 def test_minimax_m2_as_it_is_released(made: Callable[[str], Reference], tmp_path: Path) -> None:

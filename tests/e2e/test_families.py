@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts
 
@@ -35,6 +38,28 @@ def test_batched_and_with_prefix_hits(reference: Reference) -> None:
         assert llm.kv_cache_usage() == 0.0
 
 
+def test_queries_of_ministral3_are_scaled_by_position(tmp_path: Path) -> None:
+    import transformers
+
+    rope = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "max_position_embeddings": 512,
+    }  # fmt: skip
+    path = make_tiny_checkpoint(
+        tmp_path / "m", config_class=transformers.Ministral3Config, model_class=transformers.Ministral3ForCausalLM,
+        with_tokenizer=False, rope_parameters=rope,
+    )  # fmt: skip
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    outputs, gap = greedy_reference(str(path), prompts, 8)
+    assert gap > 1e-4
+    with make_llm(str(path), max_num_batched_tokens=32) as llm:
+        assert generate(llm, prompts, greedy(8)) == outputs
+        assert generate(llm, prompts, greedy(8)) == outputs
+    rope["llama_4_scaling_beta"] = 0.0
+    with make_llm(str(path), hf_overrides={"rope_parameters": rope}) as llm:
+        assert generate(llm, prompts, greedy(8)) != outputs
+
+
 def test_alone(reference: Reference) -> None:
     with make_llm(reference.path, max_num_seqs=1, enforce_eager=True) as llm:
         assert generate(llm, reference.prompts[::2], greedy(NUM_TOKENS)) == reference.outputs[::2]
@@ -48,3 +73,15 @@ def test_chunked_and_preempted(reference: Reference) -> None:
     ) as llm:  # fmt: skip
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
         assert llm.num_preemptions() > 0
+
+
+def test_a_head_that_nothing_is_said_about_is_the_embedding(tmp_path: Path) -> None:
+    """SmolLM3 and ERNIE 4.5 leave the field out, as transformers does where it is true."""
+    for family in ("smollm3", "ernie4_5"):
+        path = make_tiny_checkpoint(tmp_path / family, family, with_tokenizer=False, tie_word_embeddings=True)
+        config = json.loads((path / "config.json").read_text())
+        assert config.pop("tie_word_embeddings")
+        (path / "config.json").write_text(json.dumps(config))
+        prompts = make_prompts(VOCAB_SIZE, (5, 16))
+        with make_llm(str(path)) as llm:
+            assert generate(llm, prompts, greedy(4)) == greedy_reference(str(path), prompts, 4)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,20 @@ def test_the_text_of_a_released_checkpoint(made: Callable[[str], Reference], fam
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_text_behind_the_model(made: Callable[[str], Reference], family: str, tmp_path: Path) -> None:
+    """`model.language_model.layers...`, as some tools write what is released as `language_model.model.layers...`."""
+    folder = Path(release(made(family), tmp_path / family))
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    moved = {name.replace("language_model.model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    moved = {name.replace("language_model.lm_head", "lm_head"): tensor for name, tensor in moved.items()}
+    assert not any(name.startswith("language_model.") for name in moved)
+    save_file({re.sub("^(vision|multi)", r"model.\1", name): tensor for name, tensor in moved.items()}, file)
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, made(family).prompts[:2], greedy(NUM_TOKENS)) == made(family).outputs[:2]
+
+
 def test_experts_as_transformers_writes_them(made: Callable[[str], Reference], tmp_path: Path) -> None:
     reference = made("qwen3_moe")
     path = release(reference, tmp_path / "written", is_transposed=False)
@@ -102,10 +117,37 @@ def test_fields_that_gemma_leaves_out_have_their_values(made: Callable[[str], Re
         assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
 
 
+def test_gemma3n_as_it_is_released(made: Callable[[str], Reference], tmp_path: Path) -> None:
+    """Ropes by the older fields, and keys and values of layers that share those of others."""
+    reference = made("gemma3n")
+    folder = Path(release(reference, tmp_path / "gemma3n"))
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    ropes = text.pop("rope_parameters")
+    text |= {"rope_theta": ropes["full_attention"]["rope_theta"], "rope_scaling": None}
+    text["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+    assert text["rope_theta"] != text["rope_local_base_freq"]
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    last = f"model.language_model.layers.{text['num_hidden_layers'] - 1}.self_attn"
+    unread = {f"{last}.{name}.weight": torch.ones(4) for name in ("k_proj", "v_proj", "k_norm")}
+    assert not unread.keys() & tensors.keys()
+    save_file(tensors | unread, folder / "model.safetensors")
+    with make_llm(str(folder)) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
 def test_a_text_part_of_another_kind_is_refused(made: Callable[[str], Reference], tmp_path: Path) -> None:
     path = release(made("mistral"), tmp_path / "mistral")
-    with pytest.raises(ConfigError, match="text_config has model_type 'ministral3'; of this architecture only mistral"):
-        make_llm(path, hf_overrides={"text_config": {"model_type": "ministral3"}})
+    with pytest.raises(
+        ConfigError, match="text_config has model_type 'mistral4'; of this architecture only mistral and ministral3"
+    ):
+        make_llm(path, hf_overrides={"text_config": {"model_type": "mistral4"}})
+
+
+def test_attention_to_later_tokens_is_refused(made: Callable[[str], Reference]) -> None:
+    with pytest.raises(ConfigError, match="use_bidirectional_attention is True; this model has False"):
+        make_llm(made("gemma3").path, hf_overrides={"use_bidirectional_attention": True})
 
 
 def test_the_outer_level_says_whether_the_head_is_the_embedding(

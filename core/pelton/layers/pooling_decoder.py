@@ -64,7 +64,7 @@ class PoolingDecoder(nn.Module):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
-        return self.weights.load(self._renamed(weights))
+        return self.model.load_weights(self._renamed(weights))  # type: ignore[no-any-return]
 
     def _renamed(self, weights: Iterable[tuple[str, LazyWeight]]) -> Iterator[tuple[str, LazyWeight]]:
         expected, ignores = self.weights.expected(), self.weights.ignores

@@ -217,9 +217,9 @@ def _quantization(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
             f"quantization is {named!r}, and the checkpoint is quantized by {own!r} (config.json's quantization_config). "
             "Leave quantization unset, or take the checkpoint that is not quantized."
         )
-    name = named or own
-    if name is None:
+    if (name := named or own) is None:
         return PlainWeights()
+    known = {} if named else {"advice": "Take a checkpoint of one of these methods, or one that is not quantized."}
     setting = "quantization" if named else "quantization (config.json's quant_method)"
-    entry = plugins.find("pelton_quantization_methods", name, setting=setting)
+    entry = plugins.find("pelton_quantization_methods", name, setting=setting, **known)
     return make(entry, QuantizationMethod, config, model)  # type: ignore[type-abstract]

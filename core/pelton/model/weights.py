@@ -18,7 +18,7 @@ from pelton.model.loading import LazyWeight
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.attention\.masked_bias")  # buffers of old checkpoints that nobody reads
+IGNORED = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r".*\.attention\.masked_bias")  # nobody reads them
 _SHOWN = 5  # names in an error
 
 Fill = Callable[[LazyWeight, "Tensor"], None]

@@ -156,9 +156,7 @@ class DeepseekForCausalLM(StagedDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf = config.hf
-        num_layers, choice = hf.num_hidden_layers, self.make_choice(config)
-        for index in range(hf.get("num_nextn_predict_layers", 0)):  # they predict further tokens, and nobody reads them
-            config.weights.ignore(rf"{prefix}model\.layers\.{num_layers + index}\..*")
+        choice = self.make_choice(config)
         is_tied = bool(hf.get("tie_word_embeddings"))
         self.embed_tokens = self.make_embedding(config, f"{prefix}model.embed_tokens", is_tied=is_tied)
         self.layers = nn.ModuleList(

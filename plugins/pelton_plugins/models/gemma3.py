@@ -17,6 +17,7 @@ from pelton.layers.linear import MergedGateUp, QKVLinear, RowParallelLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig
+from pelton_plugins.models.moe import check_fields
 from pelton_plugins.models.stages import StagedDecoder
 
 
@@ -70,7 +71,7 @@ class Gemma3DecoderLayer(nn.Module):
         return self.down_proj(activated), residual
 
     def rope(self, is_local: bool, head_dim: int, config: BuildConfig) -> Rope:
-        return _rope(is_local, head_dim, config)
+        return rope_of_kind(is_local, head_dim, config)
 
 
 class Gemma3ForCausalLM(StagedDecoder):
@@ -79,6 +80,7 @@ class Gemma3ForCausalLM(StagedDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf, is_tied = config.hf, bool(config.hf.get("tie_word_embeddings", True))
+        check_fields(hf, use_bidirectional_attention=False)
         self.embed_tokens = self.make_embedding(
             config, f"{prefix}model.embed_tokens", is_tied=is_tied, scale=hf.hidden_size**0.5
         )
@@ -110,7 +112,7 @@ def _is_local(index: int, config: BuildConfig, global_every: int) -> bool:
     return (index + 1) % pattern != 0
 
 
-def _rope(is_local: bool, head_dim: int, config: BuildConfig) -> Rope:
+def rope_of_kind(is_local: bool, head_dim: int, config: BuildConfig) -> Rope:
     """Local layers never have the checkpoint's `rope_scaling`, which the older form of config.json means for global ones."""
     layer_type = "sliding_attention" if is_local else "full_attention"
     if is_local:

@@ -7,6 +7,7 @@ layer's own input.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,9 +17,9 @@ from pelton.errors import ConfigError
 from pelton.layers.attention import AttentionLayer
 from pelton.layers.linear import MergedGateUp, RowParallelLinear, merged_shards, split_heads
 from pelton.layers.norm import RMSNorm
-from pelton.layers.rope import get_rope
 from pelton.model.build import BuildConfig
 from pelton.ops.reference import ACTIVATIONS, rms_norm
+from pelton_plugins.models.gemma3 import rope_of_kind
 from pelton_plugins.models.normed import NormedLinear
 from pelton_plugins.models.own_inputs import OwnInputsDecoder, cache_source, num_joined, whole_matrix
 
@@ -44,15 +45,17 @@ class Gemma4Attention(nn.Module):
         if source is None:
             self.k_norm = RMSNorm(head_dim, config=config, prefix=f"{prefix}.k_norm")
             parts += [(name, num_kv_heads, kv_heads) for name in ("k_proj", "v_proj")]
+        else:  # released checkpoints have these too, and nobody reads them
+            config.weights.ignore(rf"{re.escape(prefix)}\.[kv]_(proj|norm)\..*")
         rows = [(name, count * head_dim, (own[0] * head_dim, own[1] * head_dim)) for name, count, own in parts]
         shards = merged_shards(prefix, None, rows, hidden_size)
         self.qkv_proj = NormedLinear(shards, norm=norm, bias=bias, is_summed=True, config=config)
         own_heads, own_kv_heads = heads[1] - heads[0], kv_heads[1] - kv_heads[0]
         self.num_values = 0 if source is not None else own_kv_heads * head_dim
-        layer_type = hf.layer_types[index]
+        is_local = hf.layer_types[index] == "sliding_attention"
         self.attn = AttentionLayer(
-            own_heads, own_kv_heads, head_dim, scale=1.0, rope=get_rope(config, head_dim, layer_type=layer_type),
-            sliding_window=hf.sliding_window if layer_type == "sliding_attention" else None,
+            own_heads, own_kv_heads, head_dim, scale=1.0, rope=rope_of_kind(is_local, head_dim, config),
+            sliding_window=hf.sliding_window if is_local else None,
             q_norm=self.q_norm, k_norm=self.k_norm, shares=shares, config=config, prefix=f"{prefix}.attn",
         )  # fmt: skip
         self.o_proj = RowParallelLinear(

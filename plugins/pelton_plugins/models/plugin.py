@@ -22,7 +22,12 @@ def pelton_settings() -> Sequence[SettingsEntry]:
 def pelton_models() -> Sequence[ModelEntry]:
     return [
         _entry("llama", "LlamaForCausalLM", "Llama, SmolLM2 and others of their shape"),
-        _entry("mistral", "MistralForCausalLM", "Llama's shape with a sliding window"),
+        ModelEntry(
+            name="mistral",
+            load="pelton_plugins.models.mistral:MistralForCausalLM",
+            architectures=("MistralForCausalLM", "Ministral3ForCausalLM"),
+            doc="Mistral and Ministral 3: Llama's shape with a sliding window, or with queries scaled by position",
+        ),
         _entry("qwen2", "Qwen2ForCausalLM", "Llama's shape with QKV biases"),
         _entry("qwen3", "Qwen3ForCausalLM", "Llama's shape with query and key norms"),
         ModelEntry(
@@ -30,6 +35,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             load="pelton_plugins.models.deepseek:DeepseekForCausalLM",
             architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
             doc="DeepSeek V2 and V3: attention over latents (MLA), dense MLPs and experts",
+        ),
+        ModelEntry(
+            name="glm4_moe_lite",
+            load="pelton_plugins.models.deepseek:DeepseekForCausalLM",
+            architectures=("Glm4MoeLiteForCausalLM",),
+            config_defaults=(("topk_method", "noaux_tc"), ("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5)),
+            doc="GLM-4.7-Flash: DeepSeek V3's shape",
         ),
         ModelEntry(
             name="deepseek_v32",
@@ -141,11 +153,23 @@ def pelton_models() -> Sequence[ModelEntry]:
             architectures=("GptOssForCausalLM",),
             doc="gpt-oss: attention with sinks, experts with biases",
         ),
-        _entry("smollm3", "SmolLM3ForCausalLM", "SmolLM3: Llama's shape, some layers without rope"),
+        ModelEntry(
+            name="smollm3",
+            load="pelton_plugins.models.smollm3:SmolLM3ForCausalLM",
+            architectures=("SmolLM3ForCausalLM",),
+            config_defaults=(("tie_word_embeddings", True), ("rope_theta", 2e6)),
+            doc="SmolLM3: Llama's shape, some layers without rope",
+        ),
         _entry("seed_oss", "SeedOssForCausalLM", "Seed-OSS: Llama's shape with biases in attention"),
         _entry("granite", "GraniteForCausalLM", "Granite: Llama's shape with multipliers"),
         _entry("phi3", "Phi3ForCausalLM", "Phi-3 and Phi-4: merged tensors, a part of each head turns"),
-        _entry("ernie4_5", "Ernie4_5ForCausalLM", "ERNIE 4.5, dense: neighbours of a head turn"),
+        ModelEntry(
+            name="ernie4_5",
+            load="pelton_plugins.models.ernie4_5:Ernie4_5ForCausalLM",
+            architectures=("Ernie4_5ForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5), ("rope_theta", 5e5), ("tie_word_embeddings", True)),
+            doc="ERNIE 4.5, dense: neighbours of a head turn",
+        ),
         _entry("glm4", "Glm4ForCausalLM", "GLM-4, dense: norms around each sub-layer, half of a head turns"),
         _entry("olmo2", "Olmo2ForCausalLM", "OLMo 2: norms behind each sub-layer, and of all heads' queries and keys"),
         _entry("cohere2", "Cohere2ForCausalLM", "Command R7B and A: layer norms, attention and MLP side by side"),
@@ -168,7 +192,7 @@ _GEMMA3 = (
 )  # fmt: skip
 """Fields that released checkpoints of Gemma 3 leave out."""
 _TEXT_PARTS = (
-    ("mistral3", "Mistral3", "Mistral Small 3.1 and 3.2", ()),
+    ("mistral3", "Mistral3", "Mistral Small 3.1 and 3.2, Ministral 3, Devstral Small 2", ()),
     ("gemma3", "Gemma3", "Gemma 3 from 4B on", _GEMMA3),
     ("gemma3n", "Gemma3n", "Gemma 3n as it is released", ()),
     ("gemma4", "Gemma4", "Gemma 4, dense, as it is released", ()),

@@ -44,6 +44,10 @@ class StagedDecoder(Decoder):
         """Return the layers of this stage, of those called `{prefix}.0` and on; the others' tensors stay in the checkpoint. num_joined:
         the last layers that have to be in one stage. total: how many there are; config.json's num_hidden_layers when None."""
         total = config.hf.num_hidden_layers if total is None else total
+        for more in range(
+            config.hf.get("num_nextn_predict_layers", 0)
+        ):  # they predict further tokens, and nobody reads them
+            config.weights.ignore(rf"{re.escape(prefix)}\.{total + more}\..*")
         counts = _counts(config, total, self._last + 1, num_joined)
         if self._stages is None:
             return range(total)

@@ -40,12 +40,15 @@ def ignore_other_parts(config: BuildConfig, prefix: str) -> None:
 
 
 class Mistral3ForConditionalGeneration(MistralForCausalLM):
-    """Mistral Small 3.1 and 3.2: Mistral's text."""
+    """Mistral Small 3.1 and 3.2, Ministral 3: Mistral's text."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        check_text(config, "mistral")
+        check_text(config, "mistral", "ministral3")
         super().__init__(config=config, prefix=prefix + TEXT)
-        ignore_other_parts(config, prefix)
+        ignore_other_parts(config, rf"{prefix}(model\.)?")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_part_first(weights))
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
@@ -54,7 +57,10 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         check_text(config, "gemma3_text")
         super().__init__(config=config, prefix=prefix + TEXT)
-        ignore_other_parts(config, prefix)
+        ignore_other_parts(config, rf"{prefix}(model\.)?")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_part_first(weights))
 
 
 class Gemma3nForConditionalGeneration(Gemma3nForCausalLM):
@@ -130,6 +136,16 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(_without_part(weights))
+
+
+def _part_first(weights: Iterable[tuple[str, LazyWeight]]) -> Iterator[tuple[str, LazyWeight]]:
+    """Yield tensors by the names of released checkpoints, `language_model.model...`. Some tools write `model.language_model...`."""
+    for name, weight in weights:
+        if name.startswith("lm_head."):
+            name = TEXT + name
+        elif name.startswith(f"model.{TEXT}"):
+            name = f"{TEXT}model.{name.removeprefix(f'model.{TEXT}')}"
+        yield name, weight
 
 
 def _without_part(weights: Iterable[tuple[str, LazyWeight]]) -> Iterator[tuple[str, LazyWeight]]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from pelton.errors import ConfigError
-from pelton_plugins.quantization.fp8 import is_part_of
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
+from pelton_plugins.quantization.module_names import is_part_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,18 +23,24 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word the number of each of eight rows is."""
 
 
+def make_awq(config: EngineConfig, model: ResolvedModel) -> AWQWeights:
+    """Make the method of a checkpoint whose quant_method is 'awq'."""
+    settings = model.hf_config.get("quantization_config") or {}
+    if settings.get("quant_method") != AWQWeights.name:
+        raise ConfigError(
+            "quantization is 'awq', and config.json has no quantization_config of it: weights are not quantized to AWQ while they "
+            "load. Leave quantization unset."
+        )
+    return AWQWeights(settings)
+
+
 class AWQWeights(GroupedWeights):
     """`qweight` [in, out / 8] int32, `qzeros` [groups, out / 8] int32, `scales` [groups, out]."""
 
     name: ClassVar[str] = "awq"
 
-    def __init__(self, config: EngineConfig, model: ResolvedModel) -> None:
-        settings = model.hf_config.get("quantization_config") or {}
-        if settings.get("quant_method") != self.name:
-            raise ConfigError(
-                "quantization is 'awq', and config.json has no quantization_config of it: weights are not quantized to AWQ while they "
-                "load. Leave quantization unset."
-            )
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """settings: config.json's quantization_config."""
         bits = read_bits(settings, "bits", self.name)
         if bits != 4:
             raise ConfigError(

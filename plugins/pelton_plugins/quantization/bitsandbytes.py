@@ -19,8 +19,8 @@ import torch
 from pelton.errors import ConfigError
 from pelton.ops.interface import LinearSpec, LinearWeights
 from pelton.quantization.plain import PlainWeights, make_bias
-from pelton_plugins.quantization.fp8 import is_part_of
 from pelton_plugins.quantization.grouped import WHOLE, Collector, GroupedWeights, GroupForm, Numbers
+from pelton_plugins.quantization.module_names import is_part_of
 from pelton_plugins.weight_forms.blocks import is_for_cpu
 from pelton_plugins.weight_forms.expert_codes import put_codes
 from pelton_plugins.weight_forms.tables import BLOCK, TABLES

@@ -7,9 +7,8 @@ Served: 8-bit floating point ("float-quantized"), integers of 4 or 8 bits with i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
@@ -17,8 +16,11 @@ from pelton.errors import ConfigError
 from pelton.ops.interface import InputRounding, LinearWeights
 from pelton.quantization.plain import PlainWeights
 from pelton_plugins.quantization.cache_scales import check_scheme, take_cache_scales
-from pelton_plugins.quantization.fp8 import DYNAMIC, STATIC, StoredFp8
+from pelton_plugins.quantization.fp8 import DYNAMIC, STATIC, BlockFp8, StoredFp8
+from pelton_plugins.quantization.fp8_decoded import DecodedFp8
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
+from pelton_plugins.quantization.merged import create_mixed
+from pelton_plugins.quantization.module_names import matches, spellings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
 
 NAME = "compressed-tensors"
 FLOAT_FORMATS = ("float-quantized", "naive-quantized")
+FLOAT_STRATEGIES = ("tensor", "channel", "block")
 PACKED_FORMATS = ("pack-quantized",)
 INTEGER_FORMATS = ("int-quantized",)
 ADVICE = "Take a checkpoint of that form, or one that is not quantized."
+_Method: TypeAlias = "_Fp8 | _Fp8Blocks | _Packed"
 
 
 class CompressedTensors:
@@ -48,21 +52,26 @@ class CompressedTensors:
                 f"config.json's quantization_config has the sparsity format {settings['sparsity_config']['format']!r}; served is 'dense'. "
                 + ADVICE
             )
+        if settings.get("transform_config"):
+            raise ConfigError(
+                "config.json's quantization_config has a transform_config, by which inputs are turned before a product; served are "
+                f"checkpoints without it. {ADVICE}"
+            )
         check_scheme(config.kv_cache.kv_cache_dtype, settings.get("kv_cache_scheme") or {})
         self._ignored = settings.get("ignore") or []
-        self._groups: list[tuple[Sequence[str], _Fp8 | _Packed]] = [
+        self._groups: list[tuple[Sequence[str], _Method]] = [
             (group.get("targets") or ["Linear"], _method(name, group, group.get("format") or settings.get("format")))
             for name, group in (settings.get("config_groups") or {}).items()
         ]
 
         self.experts, self.decoded = _Experts(self), _Decoded(self)
 
-    def method_of(self, shard: LinearShard) -> _Fp8 | _Packed | None:
-        if not any(_names(pattern, shard.name) for pattern in self._ignored):
-            for targets, method in self._groups:
-                if any(target == "Linear" or _names(target, shard.name) for target in targets):
-                    return method
-        return None
+    def method_of(self, shard: LinearShard) -> _Method | None:
+        """Return that of the group which names the matrix, else of the one for all linear layers; None: it is not quantized."""
+        if any(_names(pattern, shard.name) for pattern in self._ignored):
+            return None
+        named = [method for targets, method in self._groups if any(_names(target, shard.name) for target in targets)]
+        return (named + [method for targets, method in self._groups if "Linear" in targets] + [None])[0]
 
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False
@@ -71,10 +80,9 @@ class CompressedTensors:
         is_embedding = is_vocabulary and not shards[0].name.endswith("lm_head")
         methods = [None if is_embedding else self.method_of(shard) for shard in shards]
         if methods.count(methods[0]) < len(methods):
-            raise ConfigError(
-                f"quantization is {self.name!r}, and the parts of one merged matrix differ in it: "
-                f"{', '.join(shard.name for shard in shards)}. Take a checkpoint that treats them alike."
-            )
+            return create_mixed(config, shards, bias=bias)
+        if is_vocabulary and isinstance(methods[0], (_Fp8, _Fp8Blocks)):  # a head is not kept in e4m3
+            return methods[0].decoded.create(config, shards, bias=bias)
         method: QuantizationMethod = methods[0] or PlainWeights()
         return method.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
 
@@ -132,6 +140,23 @@ class _Fp8(StoredFp8):
 
     def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
         return True, self._inputs
+
+
+class _Fp8Blocks(BlockFp8):
+    """`weight` e4m3, `weight_scale` for each block; inputs are not rounded."""
+
+    name = NAME
+
+    def __init__(self, block: Sequence[int]) -> None:
+        self.decoded = _DecodedBlocks(block)
+
+
+class _DecodedBlocks(DecodedFp8):
+    name = NAME
+
+    def __init__(self, block: Sequence[int]) -> None:
+        super().__init__({"weight_block_size": block}, ())
+        self._scale = "weight_scale"
 
 
 class _Packed(GroupedWeights):
@@ -226,13 +251,17 @@ class _Int8(_Packed):
 
 def _names(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return pattern == name
+        return matches(pattern.removeprefix("re:"), name)
+    return pattern in spellings(name)
 
 
-def _method(name: str, group: Mapping[str, Any], form: str | None) -> _Fp8 | _Packed:
+def _method(name: str, group: Mapping[str, Any], form: str | None) -> _Method:
     if form in FLOAT_FORMATS:
-        _check_float(name, group.get("weights") or {})
+        weights = group.get("weights") or {}
+        _check_float(name, weights)
+        if weights.get("strategy") == "block":
+            _check_block_inputs(name, group.get("input_activations"))
+            return _Fp8Blocks(weights.get("block_structure") or ())
         return _Fp8(_rounding(name, group.get("input_activations")))
     if form in PACKED_FORMATS:
         if group.get("input_activations"):
@@ -285,10 +314,19 @@ def _group_form(
 
 def _check_float(group: str, weights: Mapping[str, Any]) -> None:
     found = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"), weights.get("symmetric", True))
-    if found not in [("float", 8, strategy, True) for strategy in ("tensor", "channel")]:
+    if found not in [("float", 8, strategy, True) for strategy in FLOAT_STRATEGIES]:
         raise ConfigError(
             f"config.json's quantization_config has weights of type {found[0]!r}, {found[1]} bits, strategy {found[2]!r} ({group}); "
-            f"served is float, 8, tensor or channel, symmetric. {ADVICE}"
+            f"served is float, 8, {' or '.join(FLOAT_STRATEGIES)}, symmetric. {ADVICE}"
+        )
+
+
+def _check_block_inputs(group: str, inputs: Mapping[str, Any] | None) -> None:
+    """Inputs are not rounded beside blocks: a checkpoint may say that they are, by a scale that it does not have."""
+    if inputs and not (inputs.get("type") == "float" and inputs.get("num_bits") == 8 and inputs.get("dynamic")):
+        raise ConfigError(
+            f"config.json's quantization_config rounds inputs to type {inputs.get('type')!r}, {inputs.get('num_bits')} bits, dynamic "
+            f"{bool(inputs.get('dynamic'))} ({group}); beside weights in blocks served is float, 8, dynamic. {ADVICE}"
         )
 
 

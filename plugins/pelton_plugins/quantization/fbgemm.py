@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pelton.ops.interface import InputRounding, LinearWeights
-from pelton_plugins.quantization.fp8 import StoredFp8, is_part_of
+from pelton_plugins.quantization.fp8 import StoredFp8
+from pelton_plugins.quantization.module_names import is_part_of
 
 if TYPE_CHECKING:
     from pelton.config import EngineConfig

@@ -20,6 +20,8 @@ from pelton.ops.interface import InputRounding, LinearSpec, LinearWeights
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.cache_scales import take_cache_scales
 from pelton_plugins.quantization.fp8_decoded import BlockExperts, DecodedFp8, take_numbers
+from pelton_plugins.quantization.merged import create_mixed
+from pelton_plugins.quantization.module_names import is_part_of
 from pelton_plugins.quantization.numbers import E4M3, round_rows, row_scales
 from pelton_plugins.quantization.reference import BLOCKS_FORMAT, FORMAT
 
@@ -42,6 +44,9 @@ class Fp8Weights(ABC):
     """A `QuantizationMethod` whose weights are e4m3."""
 
     name: ClassVar[str]
+    scale_name = "weight_scale"
+    """Of the checkpoint's tensors, behind the name of a matrix."""
+    input_scale_name = "input_scale"
 
     @property
     def experts(self) -> RowExperts:
@@ -63,10 +68,7 @@ class Fp8Weights(ABC):
         if is_vocabulary or not any(is_kept for is_kept, _ in found):
             return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
         if found.count(found[0]) < len(found):
-            raise ConfigError(
-                f"quantization is {self.name!r}, and the parts of one merged matrix differ in it: "
-                f"{', '.join(shard.name for shard in shards)}. Take a checkpoint that treats them alike."
-            )
+            return create_mixed(config, shards, bias=bias)
         inputs = found[0][1]
         counts = [shard.rows[1] - shard.rows[0] for shard in shards]
         num_cols = shards[0].cols[1] - shards[0].cols[0]
@@ -99,7 +101,7 @@ class Fp8Weights(ABC):
             place.copy_(weight.read().float().amax())
 
         for index, shard in enumerate(shards):
-            config.weights.expect(f"{shard.name}.input_scale", None, scales[index], fill=fill)
+            config.weights.expect(f"{shard.name}.{self.input_scale_name}", None, scales[index], fill=fill)
 
         def finish(place: Tensor) -> None:
             place.copy_(scales.amax())
@@ -118,7 +120,7 @@ class RowExperts:
 
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         self._method.expect(config, shard, weight, scale.squeeze(-1))
-        config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
+        config.weights.ignore(re.escape(f"{shard.name}.{self._method.input_scale_name}"))
 
 
 class StoredFp8(Fp8Weights):
@@ -131,13 +133,13 @@ class StoredFp8(Fp8Weights):
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         shape = (shard.num_rows, shard.num_cols)
         config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(take_numbers, shard))
-        config.weights.expect(f"{shard.name}.weight_scale", None, scale, fill=partial(self._take_scale, shard))
+        config.weights.expect(f"{shard.name}.{self.scale_name}", None, scale, fill=partial(self._take_scale, shard))
 
     def _take_scale(self, shard: LinearShard, weight: LazyWeight, place: Tensor) -> None:
         scales = weight.read().float().flatten()
         if len(scales) not in (1, shard.num_rows):
             raise ConfigError(
-                f"{shard.name}.weight_scale is {list(weight.shape)}; expected one number, or {shard.num_rows}, one for each "
+                f"{shard.name}.{self.scale_name} is {list(weight.shape)}; expected one number, or {shard.num_rows}, one for each "
                 "row of the weight. Check that config.json belongs to these weights."
             )
         place.copy_(scales[slice(*shard.rows)] if len(scales) > 1 else scales.expand(len(place)))
@@ -148,7 +150,7 @@ class _DecodedRows(DecodedFp8):
 
     def __init__(self, method: StoredFp8) -> None:
         super().__init__({}, ())
-        self.name, self._method = method.name, method
+        self.name, self._method, self._scale = method.name, method, method.scale_name
 
     def is_kept(self, shard: LinearShard) -> bool:
         return self._method.inputs_of(shard)[0]
@@ -157,7 +159,7 @@ class _DecodedRows(DecodedFp8):
         super().expect(config, shard, target)
         inputs = self._method.inputs_of(shard)[1]
         if inputs is not None and not inputs.is_dynamic:  # inputs are not rounded here
-            config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
+            config.weights.ignore(re.escape(f"{shard.name}.{self._method.input_scale_name}"))
 
 
 class Fp8AtLoad(Fp8Weights):
@@ -200,9 +202,18 @@ class SerializedFp8(StoredFp8):
             raise ConfigError(f"quantization_config.activation_scheme is {scheme!r}; use dynamic or static.")
         self._inputs = DYNAMIC if scheme == "dynamic" else STATIC
         self._left_out = left_out(settings)
+        if "weight_block_size" in settings:  # transformers wrote it, which calls a scale alike whatever it is of
+            self.scale_name, self.input_scale_name = "weight_scale_inv", "activation_scale"
 
     def inputs_of(self, shard: LinearShard) -> tuple[bool, InputRounding | None]:
         return not is_part_of(shard.name, self._left_out), self._inputs
+
+
+class _DecodedBlocks(DecodedFp8):
+    """Plain weights from numbers and a scale for each block."""
+
+    def is_kept(self, shard: LinearShard) -> bool:
+        return not is_part_of(shard.name, self._left_out)
 
 
 class BlockFp8:
@@ -212,7 +223,7 @@ class BlockFp8:
     name = "fp8"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.decoded = DecodedFp8(settings, left_out(settings))
+        self.decoded: DecodedFp8 = _DecodedBlocks(settings, left_out(settings))
 
     @property
     def experts(self) -> BlockExperts | None:
@@ -263,11 +274,6 @@ class BlockFp8:
 def left_out(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the modules that config.json's quantization_config leaves in the checkpoint's dtype."""
     return tuple(settings.get("ignored_layers") or settings.get("modules_to_not_convert") or ())
-
-
-def is_part_of(name: str, modules: Sequence[str]) -> bool:
-    """Return whether the matrix is one of these modules, or inside one; a module may be named by its last parts."""
-    return any(f".{module}." in f".{name}." for module in modules)
 
 
 def make_fp8(config: EngineConfig, model: ResolvedModel) -> QuantizationMethod:

@@ -44,7 +44,7 @@ class DecodedFp8(PlainWeights):
 
     @property
     def experts(self) -> BlockExperts | None:
-        return BlockExperts(self, self._block) if self._block else None
+        return BlockExperts(self, self._block, self._scale) if self._block else None
 
     def is_kept(self, shard: LinearShard) -> bool:
         """Return whether the checkpoint has the matrix in e4m3."""
@@ -71,8 +71,9 @@ class DecodedFp8(PlainWeights):
 class BlockExperts:
     """Matrices of experts with a scale for each block, kept for each row of a block (`pelton_plugins.models.experts.PackedExperts`)."""
 
-    def __init__(self, method: DecodedFp8, block: Sequence[int]) -> None:
-        self._method, self._block = method, block
+    def __init__(self, method: DecodedFp8, block: Sequence[int], scale: str) -> None:
+        """scale: what the checkpoint calls them, behind the name of a matrix."""
+        self._method, self._block, self._scale = method, block, scale
 
     def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
         size = self._block[1]
@@ -87,11 +88,11 @@ class BlockExperts:
         shape = (shard.num_rows, shard.num_cols)
         config.weights.expect(f"{shard.name}.weight", shape, weight, fill=partial(take_numbers, shard))
         blocks = num_blocks(shard, self._block)
-        config.weights.expect(f"{shard.name}.weight_scale_inv", blocks, scale, fill=partial(self._take_scales, shard))
+        config.weights.expect(f"{shard.name}.{self._scale}", blocks, scale, fill=partial(self._take_scales, shard))
         config.weights.ignore(re.escape(f"{shard.name}.input_scale"))
 
     def _take_scales(self, shard: LinearShard, weight: LazyWeight, target: Tensor) -> None:
-        scales = _read_scales(shard, self._block, "weight_scale_inv", weight)
+        scales = _read_scales(shard, self._block, self._scale, weight)
         first = shard.cols[0] // self._block[1]
         rows = torch.arange(*shard.rows) // self._block[0]
         target.copy_(scales[rows, first : first + target.shape[1]])

@@ -20,6 +20,7 @@ from pelton.ops.interface import Linear, LinearNeeds, LinearSpec, LinearTensors,
 from pelton.ops.packed_blocks import BLOCK, KINDS, PANEL_ROWS, BlockKind, panels_shape
 from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.cache_scales import take_cache_scales
+from pelton_plugins.quantization.merged import create_mixed
 from pelton_plugins.weight_forms.block_writing import pack
 from pelton_plugins.weight_forms.blocks import is_for_cpu
 from pelton_plugins.weight_forms.expert_codes import BLOCK as CODES_BLOCK
@@ -104,10 +105,7 @@ class GroupedWeights(ABC):
         forms = [self.form(shard) for shard in shards]
         form = forms[0]
         if forms.count(form) < len(forms):
-            raise ConfigError(
-                f"quantization is {self.name!r}, and the parts of one merged matrix differ in it: "
-                f"{', '.join(shard.name for shard in shards)}. Take a checkpoint that treats them alike."
-            )
+            return create_mixed(config, shards, bias=bias)
         if form is None:
             return PlainWeights().create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
         group = _checked_group(self.name, shards[0], form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ class Conversions:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._prefix, self._shapes, self._config = model.base_model_prefix, _Shapes(model), model.config
+        self._unread = [re.compile(pattern) for pattern in _unread(model)]
 
     def apply(
         self, weights: Iterable[tuple[str, LazyWeight]], expected: Mapping[str, Any]
@@ -65,6 +67,8 @@ class Conversions:
         for name, weight in weights:
             if name in expected:
                 yield name, weight
+                continue
+            if any(pattern.search(name) for pattern in self._unread):
                 continue
             renamed, pattern = rename_source_key(
                 name, self._renamings, self._converters, self._prefix, dict.fromkeys(expected, True)
@@ -81,6 +85,14 @@ class Conversions:
             made_of = converter.convert(first_name, model=self._shapes, config=self._config)
             for target, tensor in made_of.items():
                 yield target, _InMemory(tensor[0] if isinstance(tensor, list) else tensor)
+
+
+def _unread(model: PreTrainedModel) -> Iterator[str]:
+    """Yield what is in the names of tensors that transformers leaves in a checkpoint: of layers that predict further tokens, and others."""
+    yield from model._keys_to_ignore_on_load_unexpected or ()
+    text = model.config.get_text_config(decoder=True)
+    for index in range(getattr(text, "num_nextn_predict_layers", None) or 0):
+        yield rf"(^|\.)layers\.{text.num_hidden_layers + index}\."
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pelton import LLM, PoolingParams
 from pelton.errors import ConfigError, NotSupportedError, RequestError
@@ -173,6 +175,23 @@ def test_other_causal_models_pool_too(tmp_path, family):
     reference = load_pooling_reference(path)
     with LLM(model=str(path), runner="pooling", max_model_len=128, **SMALL) as llm:
         found = embeddings(llm, ids=PROMPTS[:6])
+    for ids, vector in zip(PROMPTS, found, strict=False):
+        np.testing.assert_allclose(vector, unit(hidden_states(reference, ids)[-1]), atol=TOLERANCE)
+
+
+def test_the_text_of_a_model_that_reads_images_pools(tmp_path):
+    """Qwen3-VL's embedding models: the model itself brings their names to those of the text model."""
+    path = make_tiny_checkpoint(tmp_path, "qwen3")
+    reference = load_pooling_reference(path)
+    (file,) = path.glob("*.safetensors")
+    save_file(
+        {f"model.language_{name}": tensor for name, tensor in load_file(file).items() if "lm_head" not in name}, file
+    )
+    text = json.loads((path / "config.json").read_text()) | {"model_type": "qwen3_vl_text"}
+    whole = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text}
+    (path / "config.json").write_text(json.dumps(whole))
+    with LLM(model=str(path), runner="pooling", max_model_len=128, **SMALL) as llm:
+        found = embeddings(llm, ids=PROMPTS[:3])
     for ids, vector in zip(PROMPTS, found, strict=False):
         np.testing.assert_allclose(vector, unit(hidden_states(reference, ids)[-1]), atol=TOLERANCE)
 

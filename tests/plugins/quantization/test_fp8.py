@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from pelton.model.resolve import resolve_model
 from pelton.ops.interface import InputRounding
 from pelton.parallel.context import ParallelContext
 from pelton.plugins import load_plugins
+from pelton.quantization.interface import LinearShard
 from pelton.testing.model_driver import ModelDriver, TensorWeight, checkpoint_weights
 from pelton.testing.models import make_tiny_checkpoint
 from pelton_plugins.quantization import fp8
 from pelton_plugins.quantization.compressed_tensors import CompressedTensors
+from pelton_plugins.quantization.fp8 import DYNAMIC
+from pelton_plugins.quantization.module_names import is_part_of
 
 PLUGINS = load_plugins(only=[])
 PROMPT = [5, 9, 200, 31, 77, 4, 18, 250, 13, 13, 90, 2]
@@ -37,6 +41,7 @@ class Form:
     inputs: str | None = "token"  # token, tensor, or not rounded
     bound: float | None = None
     kept: tuple[str, ...] = ("lm_head",)
+    names: tuple[str, str] = ("weight_scale", "input_scale")
 
 
 def compressed(strategy, inputs, **settings):
@@ -49,6 +54,13 @@ def compressed(strategy, inputs, **settings):
         "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": group}, **settings,
     }  # fmt: skip
+
+
+def quark(inputs, *, is_dynamic, weight="fp8_e4m3"):
+    spec = {"dtype": weight, "qscheme": "per_channel" if is_dynamic else "per_tensor", "is_dynamic": False}
+    whole = {"weight": spec, "input_tensors": {"dtype": "fp8_e4m3", "qscheme": inputs, "is_dynamic": is_dynamic}}
+    layers = {"*k_proj": whole | {"output_tensors": spec}}  # for the cache
+    return {"quant_method": "quark", "global_quant_config": whole, "layer_quant_config": layers, "exclude": ["lm_head"]}
 
 
 MIXED = ["lm_head", "re:.*layers.1.*", "model.layers.2.self_attn.o_proj"]
@@ -64,6 +76,20 @@ FORMS = {
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 2.0, "modules_to_not_convert": ["lm_head", "layers.0.mlp"]},
         per_row=True, bound=2.0, kept=("lm_head", "layers.0.mlp"),
     ),
+    "compressed-parts-differ": Form(
+        compressed("channel", None, ignore=["lm_head", "model.layers.0.self_attn.k_proj"]), per_row=True, inputs=None,
+        kept=("lm_head", "layers.0.self_attn.k_proj"),
+    ),
+    "compressed-head": Form(compressed("channel", None, ignore=[]), per_row=True, inputs=None, kept=()),
+    "modelopt": Form(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.layers.0.mlp*"]}, per_row=False,
+        inputs="tensor", kept=("lm_head", "layers.0.mlp"),
+    ),
+    "quark": Form(quark("per_channel", is_dynamic=True), per_row=True),
+    "serialized-by-transformers": Form(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "modules_to_not_convert": ["lm_head"]},
+        per_row=False, inputs="tensor", names=("weight_scale_inv", "activation_scale"),
+    ),
     "serialized-static": Form(
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, per_row=False, inputs="tensor"
     ),
@@ -78,7 +104,7 @@ def round_weight(weight, per_row):
 
 
 def is_matrix(name, form):
-    return name.endswith("_proj.weight") and not any(part in name for part in form.kept)
+    return name.endswith(("_proj.weight", "lm_head.weight")) and not any(part in name for part in form.kept)
 
 
 def input_scale_of(name):
@@ -95,9 +121,9 @@ def quantize_checkpoint(path, form):
             continue
         tensors[name], scale = round_weight(tensor, form.per_row)
         module = name.removesuffix(".weight")
-        tensors[f"{module}.weight_scale"] = scale
+        tensors[f"{module}.{form.names[0]}"] = scale
         if form.inputs == "tensor":
-            tensors[f"{module}.input_scale"] = torch.tensor([input_scale_of(name)])
+            tensors[f"{module}.{form.names[1]}"] = torch.tensor([input_scale_of(name)])
         if form.bound:
             tensors[f"{module}.input_scale_ub"] = torch.tensor([form.bound])
     save_file(tensors, file, metadata={"format": "pt"})
@@ -163,7 +189,7 @@ def test_logits_are_those_of_transformers_with_the_dequantized_weights(form, fam
     form = FORMS[form]
     path = make_tiny_checkpoint(tmp_path / "m", family, with_tokenizer=False)
     want = reference_logits(path, form, PROMPT)
-    exact = reference_logits(path, Form({}, per_row=True, kept=("_proj",)), PROMPT)
+    exact = reference_logits(path, Form({}, per_row=True, kept=("_proj", "lm_head")), PROMPT)
     quantize_checkpoint(path, form)
     run = driver(path)
     got = run.step({"a": PROMPT[:7]})["a"]
@@ -284,13 +310,17 @@ def changed(**group):
     "settings, message",
     [
         pytest.param(compressed("channel", "token", format="marlin-24"), "the format 'marlin-24'", id="format"),
-        pytest.param(compressed("block", "token"), "strategy 'block'", id="blocks"),
+        pytest.param(compressed("block", "tensor"), "dynamic False .*beside weights in blocks served is float, 8, dynamic", id="blocks"),
+        pytest.param(compressed("channel", "token", transform_config={"config_groups": {}}), "has a transform_config", id="transform"),
+        pytest.param({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'; served is 'FP8'", id="modelopt"),
+        pytest.param(quark("per_tensor", is_dynamic=False, weight="fp4"), r"weight \('fp4', 'per_tensor', False\)", id="quark"),
+        pytest.param(quark("per_group", is_dynamic=True), r"input_tensors \('fp8_e4m3', 'per_group', True\)", id="quark-inputs"),
+        pytest.param({"quant_method": "hqq"}, r"quant_method\) is 'hqq'; available: .*Take a checkpoint of one of these", id="method"),
         pytest.param(changed(weights={"type": "int", "num_bits": 8, "strategy": "channel"}), "of type 'int', 8 bits", id="int"),
         pytest.param(
             changed(input_activations={"type": "float", "num_bits": 8, "strategy": "group", "dynamic": True}),
             "strategy 'group', dynamic True", id="groups-of-inputs",
         ),
-        pytest.param(compressed("channel", "token", ignore=["model.layers.0.self_attn.k_proj"]), "differ in it", id="merged"),
         pytest.param({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]", id="block"),
         pytest.param({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme is 'odd'", id="scheme"),
     ],
@@ -324,8 +354,19 @@ def test_weights_that_are_not_what_config_says_are_refused(tmp_path):
 
 
 def test_modules_are_left_out_by_name():
-    modules = ["layers.1.mlp", "model.layers.2"]
-    assert fp8.is_part_of("model.layers.1.mlp.up_proj", modules)
-    assert fp8.is_part_of("model.layers.2.self_attn.q_proj", modules)
-    assert not fp8.is_part_of("model.layers.11.mlp.up_proj", modules)
-    assert not fp8.is_part_of("model.layers.21.mlp.up_proj", modules)
+    modules = ["layers.1.mlp", "model.layers.2.", "re:.*o_proj$", "*.layers.3.*", "model.language_model.layers.4"]
+    for name in ("1.mlp.up_proj", "2.self_attn.q_proj", "5.self_attn.o_proj", "3.mlp.up_proj", "4.mlp.up_proj"):
+        assert is_part_of(f"model.layers.{name}", modules)
+        assert is_part_of(f"language_model.model.layers.{name}", modules)
+    for name in ("11.mlp.up_proj", "21.mlp.up_proj", "5.o_proj.x", "33.mlp.up_proj", "14.mlp.up_proj"):
+        assert not is_part_of(f"model.layers.{name}", modules)
+
+
+def test_of_two_groups_the_one_that_names_a_matrix_counts():
+    rounded, plain = (compressed("channel", inputs)["config_groups"]["group_0"] for inputs in ("token", None))
+    groups = {"group_0": rounded, "group_1": plain | {"targets": ["re:.*o_proj"]}}
+    settings = compressed("channel", "token", config_groups=groups)
+    made = CompressedTensors(EngineConfig(), SimpleNamespace(hf_config={"quantization_config": settings}))
+    for name, inputs in (("q_proj", DYNAMIC), ("o_proj", None)):
+        shard = LinearShard(f"model.layers.0.self_attn.{name}", 8, 8, (0, 8), (0, 8))
+        assert made.method_of(shard).inputs_of(shard) == (True, inputs)

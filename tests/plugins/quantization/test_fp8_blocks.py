@@ -22,7 +22,19 @@ PROMPT = [5, 9, 200, 31, 77, 4, 18, 250, 13, 13, 90, 2]
 KEPT = ("lm_head", "layers.1.mlp")
 
 
-def quantize_checkpoint(path, block, twin):
+def compressed(block):
+    number = {"type": "float", "num_bits": 8, "symmetric": True}
+    group = {
+        "targets": ["Linear"], "weights": {**number, "strategy": "block", "block_structure": list(block), "dynamic": False},
+        "input_activations": {**number, "strategy": "group", "group_size": block[1], "dynamic": True},
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": [f"re:.*{name}.*" for name in KEPT],
+    }  # fmt: skip
+
+
+def quantize_checkpoint(path, block, twin, *, is_compressed=False):
     """In place; the twin gets what the blocks say, in float32."""
     rows, columns = block
     (file,), (other,) = path.glob("*.safetensors"), twin.glob("*.safetensors")
@@ -39,11 +51,12 @@ def quantize_checkpoint(path, block, twin):
                 scales[i, j] = tensor[place].abs().max() / 448
                 numbers[place] = (tensor[place] / scales[i, j]).to(E4M3)
                 says[name][place] = numbers[place].float() * scales[i, j]
-        tensors[name], tensors[f"{name}_scale_inv"] = numbers, scales
+        tensors[name], tensors[f"{name}_scale" if is_compressed else f"{name}_scale_inv"] = numbers, scales
     save_file(tensors, file, metadata={"format": "pt"})
     save_file(says, other, metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     settings = {"quant_method": "fp8", "weight_block_size": list(block), "modules_to_not_convert": list(KEPT)}
+    settings = compressed(block) if is_compressed else settings
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
 
 
@@ -56,10 +69,13 @@ def driver(path):
     return ModelDriver(path, plugins=PLUGINS, quantization=made.quantization)
 
 
-@pytest.mark.parametrize("family, block", [("qwen2", (32, 32)), ("llama", (24, 40)), ("phi3", (16, 32))])
-def test_logits_are_those_of_transformers_with_the_dequantized_weights(family, block, tmp_path):
+@pytest.mark.parametrize(
+    "family, block, is_compressed",
+    [("qwen2", (32, 32), False), ("llama", (24, 40), False), ("phi3", (16, 32), False), ("qwen2", (24, 32), True)],
+)
+def test_logits_are_those_of_transformers_with_the_dequantized_weights(family, block, is_compressed, tmp_path):
     path, twin = (make_tiny_checkpoint(tmp_path / name, family, with_tokenizer=False) for name in ("m", "twin"))
-    quantize_checkpoint(path, block, twin)
+    quantize_checkpoint(path, block, twin, is_compressed=is_compressed)
     model = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         want = model(torch.tensor([PROMPT])).logits[0]
@@ -68,11 +84,13 @@ def test_logits_are_those_of_transformers_with_the_dequantized_weights(family, b
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "phi3"])
-def test_packed_matrices_are_those_that_are_decoded(family, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "family, is_compressed", [("qwen2", False), ("llama", False), ("phi3", False), ("qwen2", True)]
+)
+def test_packed_matrices_are_those_that_are_decoded(family, is_compressed, tmp_path, monkeypatch):
     """As on GPUs, with the torch op; a merged tensor, and parts that begin within a block, too."""
     path, twin = (make_tiny_checkpoint(tmp_path / name, family, with_tokenizer=False) for name in ("m", "twin"))
-    quantize_checkpoint(path, (24, 32), twin)
+    quantize_checkpoint(path, (24, 32), twin, is_compressed=is_compressed)
     decoded = driver(path).step({"a": PROMPT})["a"]
     monkeypatch.setattr(BlockFp8, "create", create_packed_where_it_can)
     run = driver(path)

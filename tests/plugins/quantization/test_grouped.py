@@ -2,6 +2,7 @@
 whose matrices are what their numbers say."""
 
 import json
+from dataclasses import replace
 from zlib import crc32
 
 import numpy as np
@@ -134,6 +135,57 @@ def test_a_merged_tensor_is_taken_apart(tmp_path):
     assert (got - want).norm() < 2e-3 * want.norm()
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "lm_head": False}
+DYNAMIC = {"lm_head": {}, "-:.*down_proj": {}, r"+:.*\.(o|v)_proj": {"bits": 8, "group_size": -1}}
+AUTO_ROUND = {
+    "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int", "packing_format": "auto_round:auto_gptq",
+    "extra_config": {
+        "model.layers.0.mlp.down_proj": {"bits": 16, "data_type": "float"}, ".*layers.1.*down_proj": {"bits": 16},
+        **{f"model.layers.{layer}.self_attn.{one}_proj": {"bits": 8, "group_size": -1} for layer in (0, 1) for one in "ov"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [GPTQ | {"dynamic": DYNAMIC}, AUTO_ROUND], ids=["dynamic", "auto-round"])
+def test_matrices_that_differ_by_their_names(settings, tmp_path):
+    """Of q, k and v, which are merged, one has 8 bits. GPTQ's biases of nothing are as some writers have them."""
+    forms = {True: Form("gptq", 8, -1, is_symmetric=True), False: FORMS["gptq"]}
+    sizes = SIZES | {"num_hidden_layers": 2}
+    path, twin = (make_tiny_checkpoint(tmp_path / n, "llama", with_tokenizer=False, **sizes) for n in ("m", "twin"))
+    (file,) = path.glob("*.safetensors")
+    tensors, weights = load_file(file), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight") and "down_proj" not in name]:
+        module, form = name.removesuffix(".weight"), forms[name.endswith(("o_proj.weight", "v_proj.weight"))]
+        made = quantize(tensors.pop(name), form, seed_of(name))
+        weights[name], parts = made.weight, tensors_of(made, form)
+        if "extra_config" in settings:
+            parts.pop("g_idx")
+        else:
+            parts["bias"] = torch.zeros(len(made.weight))
+        tensors |= {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    want = reference_logits(twin, weights)
+    assert (logits_in_pieces(driver(path)) - want).norm() < 2e-3 * want.norm()
+    if "extra_config" not in settings:
+        name = "model.layers.1.mlp.up_proj.bias"
+        save_file(tensors | {name: tensors[name] + 1}, file, metadata={"format": "pt"})
+        with pytest.raises(
+            ConfigError, match=rf"has {name}, which is not zero, and config.json makes a model without it"
+        ):
+            driver(path)
+
+
+def test_auto_round_in_the_layout_of_awq(tmp_path):
+    form = Form("awq", settings={"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "sym": False})
+    own = {f"model.layers.{layer}.self_attn.o_proj": {"bits": 16} for layer in range(4)}
+    form = replace(form, settings=form.settings | {"extra_config": own}, kept=("lm_head", "o_proj"))
+    path, twin, weights = make(tmp_path, form, num_hidden_layers=1)
+    want = reference_logits(twin, weights)
+    assert (logits_in_pieces(driver(path)) - want).norm() < 2e-3 * want.norm()
+
+
 def test_the_engine_gives_the_same_ids_alone_and_together(tmp_path):
     path, _, _ = make(tmp_path, FORMS["awq"])
     settings = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 2**22, "dtype": "float32"}
@@ -165,7 +217,15 @@ REFUSED = [
     pytest.param(Form("gptq", settings={"bits": 2}), r"bits 2; served are 4, 8", id="bits"),
     pytest.param(Form("gptq", settings={"bits": 3}), r"bits 3; served are 4, 8", id="bits-3"),
     pytest.param(Form("gptq", settings={"checkpoint_format": "marlin"}), r"checkpoint_format 'marlin'", id="layout"),
-    pytest.param(Form("gptq", settings={"dynamic": {"+:.*": {"bits": 8}}}), r"dynamic, by which matrices differ", id="dynamic"),
+    pytest.param(Form("gptq", settings={"dynamic": {"+:.*": {"bits": 3}}}), r"gptq, dynamic '\+:\.\*'\) has bits 3", id="dynamic"),
+    pytest.param(Form("gptq", settings=AUTO_ROUND | {"data_type": "mx_fp"}), "data_type 'mx_fp'; served is 'int'", id="auto-round-type"),
+    pytest.param(
+        Form("gptq", settings=AUTO_ROUND | {"packing_format": "auto_round:other"}), "packing_format 'auto_round:other'", id="auto-round"
+    ),
+    pytest.param(
+        Form("awq", settings=AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}), r"'model\.layers\.0\.self_attn\.o_proj' in extra",
+        id="auto-round-awq",
+    ),
     pytest.param(Form("awq", settings={"version": "gemv"}), r"version 'gemv'; served is 'gemm'", id="version"),
     pytest.param(Form("awq", settings={"zero_point": False}), r"zero_point false", id="no-zero-points"),
     pytest.param(Form("compressed-tensors", settings={"format": "marlin-24"}), r"format 'marlin-24'", id="marlin-24"),

@@ -8,6 +8,7 @@ import torch
 import transformers
 from pelton_e2e import make_prompts
 from pelton_small_models import HABITS, VOCAB_SIZE, make_small
+from safetensors.torch import load_file, save_file
 
 import pelton_backends.sdpa.plugin
 import pelton_plugins.transformers_models.plugin
@@ -74,6 +75,18 @@ def test_a_type_that_has_anothers_class_goes_by_its_own_name_too(tmp_path, plugi
     (path / "config.json").write_text(json.dumps({**fields, "architectures": ["OtherForCausalLM"]}))
     with pytest.raises(ConfigError, match="no causal language model of that name for model_type 'exaone'"):
         ModelDriver(path, plugins=plugins)
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe_lite", "exaone_moe"])
+def test_tensors_that_transformers_leaves_are_left(tmp_path, plugins, model_type):
+    """Of layers that predict further tokens: by their number, or by a name that the model's class has."""
+    path = Path(make_small(tmp_path, model_type))
+    tensors, fields = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    layer = "mtp.layers.0" if model_type == "exaone_moe" else f"model.layers.{fields['num_hidden_layers']}"
+    unread = {f"{layer}.{name}.weight": torch.ones(4, 4) for name in ("eh_proj", "mlp.experts.0.gate_proj")}
+    save_file(tensors | unread, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))
+    check(str(path), plugins)
 
 
 @pytest.mark.parametrize("model_type", ["glm4v", "qwen2_audio", "deepseek_vl_hybrid"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pelton.errors import ConfigError
 from pelton.model.formats import ModelFormat, read_json
 from pelton.model.pooling import PoolingFolder
+from pelton_plugins.loaders.hf_folder.quantization import with_quantization
 from pelton_plugins.loaders.hf_folder.sentence_transformers import read_sentence_transformers
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class HFFolderFormat(ModelFormat):
         file = path / "config.json"
         if not file.is_file():
             raise ConfigError(f"{path} has no config.json; give a folder in Hugging Face form, or a .gguf file.")
-        return read_json(file)
+        return with_quantization(read_json(file), path)
 
     def weights_format(self, path: Path) -> str:
         if (path / SHARDED_STATE).is_file():
