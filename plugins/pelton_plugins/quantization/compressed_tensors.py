@@ -2,7 +2,8 @@
 ignores stays in the model's dtype.
 
 Served: 8-bit floating point ("float-quantized"), integers of 4 or 8 bits with inputs as they are ("pack-quantized"), and int8
-("int-quantized"), whose inputs are not rounded here, which is nearer to the model that was quantized.
+("int-quantized"), whose inputs are not rounded here, which is nearer to the model that was quantized. Four-bit floating point
+("nvfp4-pack-quantized", "mxfp4-pack-quantized") is decoded while it loads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pelton.errors import ConfigError
 from pelton.ops.interface import InputRounding, LinearWeights
 from pelton.quantization.plain import PlainWeights
 from pelton_plugins.quantization.cache_scales import check_scheme, take_cache_scales
+from pelton_plugins.quantization.fp4 import MXFP4_PACKED, NVFP4_PACKED, Fp4Weights
 from pelton_plugins.quantization.fp8 import DYNAMIC, STATIC, BlockFp8, StoredFp8
 from pelton_plugins.quantization.fp8_decoded import DecodedFp8
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
@@ -36,8 +38,9 @@ FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 FLOAT_STRATEGIES = ("tensor", "channel", "block")
 PACKED_FORMATS = ("pack-quantized",)
 INTEGER_FORMATS = ("int-quantized",)
+FP4_FORMATS = {"nvfp4-pack-quantized": NVFP4_PACKED, "mxfp4-pack-quantized": MXFP4_PACKED}
 ADVICE = "Take a checkpoint of that form, or one that is not quantized."
-_Method: TypeAlias = "_Fp8 | _Fp8Blocks | _Packed"
+_Method: TypeAlias = "_Fp8 | _Fp8Blocks | _Packed | Fp4Weights"
 
 
 class CompressedTensors:
@@ -277,9 +280,12 @@ def _method(name: str, group: Mapping[str, Any], form: str | None) -> _Method:
                 f"config.json's quantization_config has {made.bits} bits in the format {form!r} ({name}); served are 8, in order. {ADVICE}"
             )
         return _Int8(made)
+    if form in FP4_FORMATS:
+        return Fp4Weights(NAME, FP4_FORMATS[form])
     raise ConfigError(
         f"config.json's quantization_config has the format {form!r} ({name}); served are {FLOAT_FORMATS[0]!r}, 8-bit floating "
-        f"point, {PACKED_FORMATS[0]!r}, integers of 4 or 8 bits, and {INTEGER_FORMATS[0]!r}, int8. {ADVICE}"
+        f"point, {PACKED_FORMATS[0]!r}, integers of 4 or 8 bits, {INTEGER_FORMATS[0]!r}, int8, and, decoded, {' and '.join(FP4_FORMATS)}. "
+        + ADVICE
     )
 
 

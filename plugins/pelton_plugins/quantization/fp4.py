@@ -39,7 +39,7 @@ _BIAS = 127  # of a power of two's exponent
 
 @dataclass(frozen=True, slots=True)
 class Fp4Layout:
-    """What a checkpoint calls the tensors of a matrix: `codes` [out, in / 2] uint8, the first number of two in the lower half, and `scales`
+    """Names of a matrix's tensors in a checkpoint: `codes` [out, in / 2] uint8, the first number of two in the lower half, and `scales`
     [out, in / block]; `whole`, a number that all are multiplied by, or divided by."""
 
     codes: str

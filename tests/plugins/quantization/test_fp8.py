@@ -312,7 +312,7 @@ def changed(**group):
         pytest.param(compressed("channel", "token", format="marlin-24"), "the format 'marlin-24'", id="format"),
         pytest.param(compressed("block", "tensor"), "dynamic False .*beside weights in blocks served is float, 8, dynamic", id="blocks"),
         pytest.param(compressed("channel", "token", transform_config={"config_groups": {}}), "has a transform_config", id="transform"),
-        pytest.param({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'; served is 'FP8'", id="modelopt"),
+        pytest.param({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'; served are 'FP8'", id="modelopt"),
         pytest.param(quark("per_tensor", is_dynamic=False, weight="fp4"), r"weight \('fp4', 'per_tensor', False\)", id="quark"),
         pytest.param(quark("per_group", is_dynamic=True), r"input_tensors \('fp8_e4m3', 'per_group', True\)", id="quark-inputs"),
         pytest.param({"quant_method": "hqq"}, r"quant_method\) is 'hqq'; available: .*Take a checkpoint of one of these", id="method"),
