@@ -6,8 +6,11 @@ against the vocabulary, lengths against the context, and logprobs against `max_l
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 import msgspec
@@ -147,13 +150,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def needs_side_slot(self) -> bool:
         """True when sampling reads a side table (token counts, bias, token sets): see `SchedulerConfig`."""
-        return (
-            self.has_penalties
-            or bool(self.logit_bias)
-            or self.allowed_token_ids is not None
-            or bool(self.bad_words)
-            or self.min_tokens > 0
-        )
+        has_sets = bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
+        return has_sets or self.min_tokens > 0 or self.has_penalties
 
     def clone(self) -> SamplingParams:
         """A copy that shares no container with this one."""
@@ -161,68 +159,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def verify(self) -> None:
         """Check every field on its own and the pairs that contradict each other."""
-        for name, (types, words) in _TYPES.items():
-            if not isinstance(getattr(self, name), types):
-                raise RequestError(f"{name} must be {words}", param=name, value=getattr(self, name))
-        _number("temperature", self.temperature, 0.0, 2.0)
-        _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
-        _integer("n", self.n, 1, limits.MAX_N)
-        _integer("top_k", self.top_k, -1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens must be at most max_tokens ({self.max_tokens})",
-                    param="min_tokens",
-                    value=self.min_tokens,
-                )
-        if self.seed is not None:
-            _integer("seed", self.seed, -limits.MAX_SEED, limits.MAX_SEED)
-        for name in ("logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
-            value = getattr(self, name)
-            if value is not None:
-                _integer(name, value, -1, 2**31 - 1)
-        if self.truncate_prompt_tokens == 0:
-            raise RequestError("truncate_prompt_tokens must be -1 or above 0", param="truncate_prompt_tokens", value=0)
-        if self.is_greedy and self.n > 1:
+        # Most fields of most requests hold the default itself, which is right: who sets three fields pays for three checks.
+        for name, check in compress(_CHECKS, map(is_not, msgspec.structs.astuple(self), _DEFAULTS)):
+            check(name, getattr(self, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            wrong = f"min_tokens must be at most max_tokens ({self.max_tokens})"
+            raise RequestError(wrong, param="min_tokens", value=self.min_tokens)
+        if self.n > 1 and self.is_greedy:
             raise RequestError("n must be 1 with greedy sampling (temperature 0)", param="n", value=self.n)
-        self._verify_lists()
-
-    def _verify_lists(self) -> None:
-        assert (
-            isinstance(self.stop, list) and self.stop_token_ids is not None and self.bad_words is not None
-        )  # `_TYPES`
-        _length("stop", self.stop, limits.MAX_STOP_STRINGS)
-        _length("stop_token_ids", self.stop_token_ids, limits.MAX_STOP_TOKEN_IDS)
-        _length("bad_words", self.bad_words, limits.MAX_BAD_WORDS)
-        for name, words, longest in (
-            ("stop", self.stop, limits.MAX_STOP_STRING_CHARS),
-            ("bad_words", self.bad_words, limits.MAX_BAD_WORD_CHARS),
-        ):
-            for word in words:
-                if not isinstance(word, str) or not word:
-                    raise RequestError(f"{name} must hold non-empty strings", param=name, value=word)
-                if len(word) > longest:
-                    raise RequestError(f"{name} has a string of {len(word)} characters; at most {longest}", param=name)
         if self.stop and not self.detokenize:
             raise RequestError("stop needs detokenize=True", param="stop", value=self.stop)
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("allowed_token_ids", self.allowed_token_ids)):
-            for token_id in ids or ():
-                _integer(name, token_id, 0, 2**31 - 1)
-        if self.allowed_token_ids is not None:
-            _length("allowed_token_ids", self.allowed_token_ids, limits.MAX_ALLOWED_TOKEN_IDS)
-            if not self.allowed_token_ids:
-                raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
-        if self.logit_bias:
-            _length("logit_bias", self.logit_bias, limits.MAX_LOGIT_BIAS_ENTRIES)
-            for token_id, bias in self.logit_bias.items():
-                _integer("logit_bias", token_id, 0, 2**31 - 1)
-                _number("logit_bias", bias, -100.0, 100.0)
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True):
@@ -236,9 +182,9 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        _integer("beam_width", self.beam_width, 1, limits.MAX_N)
-        _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        _integer(1, limits.MAX_N, "beam_width", self.beam_width)
+        _integer(1, 2**31 - 1, "max_tokens", self.max_tokens)
+        _number(-10.0, 10.0, "length_penalty", self.length_penalty)
 
     def step_params(self) -> SamplingParams:
         """Sampling parameters that give a beam's likeliest continuations: two for each beam, as each may end with one."""
@@ -246,40 +192,97 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
         return SamplingParams(max_tokens=1, temperature=0.0, logprobs=most, ignore_eos=True, output_kind=final)
 
 
-_BOOL, _NONE = (bool, "true or false"), type(None)
-_TYPES: dict[str, tuple[Any, str]] = {
-    "include_stop_str_in_output": _BOOL,
-    "ignore_eos": _BOOL,
-    "detokenize": _BOOL,
-    "skip_special_tokens": _BOOL,
-    "spaces_between_special_tokens": _BOOL,
-    "stop": (list, "a string or a list of strings"),
-    "stop_token_ids": (list, "a list of token ids"),
-    "bad_words": (list, "a list of strings"),
-    "allowed_token_ids": ((list, _NONE), "a list of token ids"),
-    "logit_bias": ((dict, _NONE), "a map from token ids to numbers"),
-    "output_kind": (RequestOutputKind, "a RequestOutputKind"),
-    "structured_outputs": ((StructuredOutputsParams, _NONE), "a StructuredOutputsParams"),
-    "guided_decoding": (_NONE, "a GuidedDecodingParams"),
-    "extra_args": ((dict, _NONE), "a map from names to plain data"),
-    "logits_processor_args": ((dict, _NONE), "a map from names to plain data"),
-}
-"""Of the fields that are neither numbers nor checked one by one."""
+def _number(low: float, high: float, name: str, value: Any, *, low_open: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high  # not NaN
+    if not good or (low_open and value == low):
+        bounds = f"{'(' if low_open else '['}{low:g}, {high:g}]"
+        raise RequestError(f"{name} must be a finite number in {bounds}", param=name, value=value)
 
 
-def _number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value > high or (value <= low if low_open else value < low):
-        raise RequestError(
-            f"{name} must be a finite number in {'(' if low_open else '['}{low:g}, {high:g}]", param=name, value=value
-        )
-
-
-def _integer(name: str, value: Any, low: int, high: int) -> None:
+def _integer(low: int, high: int, name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise RequestError(f"{name} must be an integer from {low} to {high}", param=name, value=value)
 
 
-def _length(name: str, value: Any, high: int) -> None:
-    if len(value) > high:
-        raise RequestError(f"{name} has {len(value)} entries; at most {high}", param=name)
+def _length(name: str, value: Any, most: int) -> None:
+    if len(value) > most:
+        raise RequestError(f"{name} has {len(value)} entries; at most {most}", param=name)
+
+
+def _type(types: type, words: str, name: str, value: Any) -> None:
+    if not isinstance(value, types):
+        raise RequestError(f"{name} must be {words}", param=name, value=value)
+
+
+def _strings(words: str, most: int, longest: int, name: str, value: Any) -> None:
+    _type(list, words, name, value)
+    _length(name, value, most)
+    for word in value:
+        if not isinstance(word, str) or not word:
+            raise RequestError(f"{name} must hold non-empty strings", param=name, value=word)
+        if len(word) > longest:
+            raise RequestError(f"{name} has a string of {len(word)} characters; at most {longest}", param=name)
+
+
+def _token_ids(most: int, name: str, value: Any) -> None:
+    _type(list, "a list of token ids", name, value)
+    _length(name, value, most)
+    for token_id in value:
+        _integer(0, 2**31 - 1, name, token_id)
+
+
+def _allowed(name: str, value: Any) -> None:
+    _token_ids(limits.MAX_ALLOWED_TOKEN_IDS, name, value)
+    if not value:
+        raise RequestError(f"{name} must not be empty", param=name)
+
+
+def _bias(name: str, value: Any) -> None:
+    _type(dict, "a map from token ids to numbers", name, value)
+    _length(name, value, limits.MAX_LOGIT_BIAS_ENTRIES)
+    for token_id, bias in value.items():
+        _integer(0, 2**31 - 1, name, token_id)
+        _number(-100.0, 100.0, name, bias)
+
+
+def _max_tokens(name: str, value: Any) -> None:
+    if value is not None:
+        _integer(1, 2**31 - 1, name, value)
+
+
+def _truncation(name: str, value: Any) -> None:
+    _integer(-1, 2**31 - 1, name, value)
+    if value == 0:
+        raise RequestError(f"{name} must be -1 or above 0", param=name, value=0)
+
+
+_FLAGS = (
+    "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"
+)  # fmt: skip
+_CHECK_OF: dict[str, Callable[[str, Any], None]] = {
+    "n": partial(_integer, 1, limits.MAX_N),
+    "temperature": partial(_number, 0.0, 2.0),
+    "top_p": partial(_number, 0.0, 1.0, low_open=True),
+    "top_k": partial(_integer, -1, 2**31 - 1),
+    "min_p": partial(_number, 0.0, 1.0),
+    "seed": partial(_integer, -limits.MAX_SEED, limits.MAX_SEED),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), partial(_number, -2.0, 2.0)),
+    "repetition_penalty": partial(_number, 1e-6, 1e6),
+    "logit_bias": _bias,
+    "allowed_token_ids": _allowed,
+    "bad_words": partial(_strings, "a list of strings", limits.MAX_BAD_WORDS, limits.MAX_BAD_WORD_CHARS),
+    "max_tokens": _max_tokens,
+    "min_tokens": partial(_integer, 0, 2**31 - 1),
+    "stop": partial(_strings, "a string or a list of strings", limits.MAX_STOP_STRINGS, limits.MAX_STOP_STRING_CHARS),
+    "stop_token_ids": partial(_token_ids, limits.MAX_STOP_TOKEN_IDS),
+    **dict.fromkeys(_FLAGS, partial(_type, bool, "true or false")),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), partial(_integer, -1, 2**31 - 1)),
+    "truncate_prompt_tokens": _truncation,
+    "output_kind": partial(_type, RequestOutputKind, "a RequestOutputKind"),
+    "structured_outputs": partial(_type, StructuredOutputsParams, "a StructuredOutputsParams"),
+    "guided_decoding": partial(_type, type(None), "a GuidedDecodingParams"),
+    **dict.fromkeys(("extra_args", "logits_processor_args"), partial(_type, dict, "a map from names to plain data")),
+}
+"""Checks of one field's value that is not the default."""
+_CHECKS = [(name, _CHECK_OF[name]) for name in SamplingParams.__struct_fields__]
+_DEFAULTS = SamplingParams.__struct_defaults__

@@ -125,6 +125,20 @@ def hashes(block_size: int = 4, **fields) -> list[bytes]:
     return record.block_hashes
 
 
+def test_a_prompt_is_not_copied_while_it_waits_and_never_changed():
+    from pelton.testing.scheduler import make_request
+
+    harness = Harness(max_num_seqs=1)
+    first, second = (harness.add(make_request(name, 9, 4)) for name in "ab")
+    prompts = list(first.prompt_token_ids), list(second.prompt_token_ids)
+    states = [harness.scheduler._table.requests[name] for name in "ab"]
+    harness.step()
+    assert states[0].token_ids == [*prompts[0], *harness.tokens("a")]
+    assert states[1].token_ids is second.prompt_token_ids
+    harness.run_and_check()
+    assert (first.prompt_token_ids, second.prompt_token_ids) == prompts
+
+
 def test_blocks_are_shared_only_by_requests_that_agree_in_all_of_it():
     def image(offset, text):
         return [MultiModalItem(kind="image", hash=text, offset=offset, length=2)]

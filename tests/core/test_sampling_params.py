@@ -54,6 +54,61 @@ def test_a_value_that_a_field_cannot_have_is_refused_by_name(name: str, value: A
     assert caught.value.param == name
 
 
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in BAD.items() for value in values])
+def test_a_field_that_was_changed_is_checked_again(name: str, value: Any) -> None:
+    params = SamplingParams()
+    setattr(params, name, value)
+    with pytest.raises(RequestError, match=name) as caught:
+        params.verify()
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("n", True), ("temperature", True), ("top_p", True), ("top_k", False), ("min_p", False), ("min_tokens", 0.0)],
+)  # fmt: skip
+def test_a_value_of_another_type_that_equals_the_default_is_refused(name: str, value: Any) -> None:
+    assert getattr(SamplingParams(), name) == value
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"temperature": 0.0, "n": 2}, "n"),
+        ({"stop": "a", "detokenize": False}, "stop"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == name
+    params = SamplingParams()
+    for field, value in fields.items():
+        setattr(params, field, value)
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**msgspec.structs.asdict(params))
+
+
+def test_no_bound_is_too_large_to_compare() -> None:
+    with pytest.raises(RequestError, match="temperature"):
+        SamplingParams(temperature=10**400)
+
+
+def test_a_request_pays_for_the_fields_that_it_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def noting(name: str, value: Any) -> None:
+        asked.append(name)
+
+    monkeypatch.setattr("pelton.sampling_params._CHECKS", [(name, noting) for name in SamplingParams.__struct_fields__])
+    SamplingParams(temperature=0.5, max_tokens=7, seed=3)
+    assert set(asked) - {"stop", "stop_token_ids", "bad_words"} == {"temperature", "max_tokens", "seed"}
+
+
 def test_a_stop_string_may_stand_alone_and_lists_may_be_left_out() -> None:
     params = SamplingParams(stop="one")
     assert (params.stop, params.stop_token_ids, params.bad_words) == (["one"], [], [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -417,6 +418,29 @@ def test_an_engine_is_given_all_requests_at_once(make: Make, monkeypatch: pytest
     )
     assert len(generate(llm, [[1], [2], [3]], SamplingParams(n=2, max_tokens=2, seed=1))) == 3
     assert given == [6]
+
+
+def test_the_garbage_collector_does_not_look_while_the_device_waits(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the first prompt that is checked to the first step's result; and then again."""
+    llm = make()
+    processor, scheduler = llm.llm_engine.input_processor, llm.llm_engine.client._core._scheduler  # type: ignore[attr-defined]
+    was_on: list[tuple[str, bool]] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **more: (was_on.append((name, gc.isenabled())), function(*args, **more))[1]
+
+    monkeypatch.setattr(processor, "process", noting("process", processor.process))
+    monkeypatch.setattr(scheduler, "schedule", noting("schedule", scheduler.schedule))
+    monkeypatch.setattr(scheduler, "update", noting("update", scheduler.update))
+    assert gc.isenabled()
+    generate(llm, [[1], [2]])
+    assert was_on[:3] == [("process", False), ("process", False), ("schedule", False)]
+    assert was_on[-1] == ("update", True) and gc.isenabled()
+    with pytest.raises(RequestError):
+        generate(llm, [[1], []])
+    assert gc.isenabled()
 
 
 # LLMEngine.

@@ -286,15 +286,13 @@ class RequestState:
         """The first sample's metrics, with the preemptions of all."""
         times = self.sequences[0].times
         return RequestMetrics(
-            arrival_time=self.arrival,
-            time_to_first_token_s=self.ttft_s,
+            arrival_time=self.arrival, time_to_first_token_s=self.ttft_s, e2e_latency_s=now - self.arrival,
             queue_time_s=_between(times.queued, times.scheduled),
             prefill_time_s=_between(times.scheduled, times.first_token),
             decode_time_s=_between(times.first_token, times.last_token),
             inference_time_s=_between(times.scheduled, times.last_token),
-            e2e_latency_s=now - self.arrival,
             num_preemptions=sum(s.times.num_preemptions for s in self.sequences),
-        )
+        )  # fmt: skip
 
 
 def lazy_rows(packed: PackedLogprobs, decode: Callable[[int], str | None], *, is_prompt: bool = False) -> LazyLogprobs:

@@ -51,14 +51,8 @@ def extend_block_hashes(
     parent = hashes[-1] if hashes else b""
     extra_hashes = extra_hashes or {}
     for index in range(len(hashes), len(token_ids) // block_size):
-        start = index * block_size
-        parent = hash_fn(
-            parent,
-            token_ids[start : start + block_size],
-            adapter_id,
-            extra_hashes.get(index, ()),
-            cache_salt if index == 0 else None,
-        )
+        tokens = token_ids[index * block_size : (index + 1) * block_size]
+        parent = hash_fn(parent, tokens, adapter_id, extra_hashes.get(index, ()), None if index else cache_salt)
         hashes.append(parent)
 
 
@@ -105,6 +99,8 @@ class BlockHasher:
                 tokens = self._pack_block(size, *token_ids[first : first + size])
                 hashes.append(digest(_VERSION + bytes((len(parent),)) + parent + tokens))
                 return
+            if len(hashes) == 1 and cache_salt is None and num_missing >= (_RUN - 1) * size:
+                hashes.clear()  # a run is known from its first block on
             self._extend_plain(hashes, token_ids, digest, packed)
             return
         extend_block_hashes(
@@ -162,7 +158,7 @@ def _hash_plain(
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Each as a little-endian int64."""
-    return struct.pack(f"<{len(token_ids)}q", *token_ids)
+    return _packer(len(token_ids) - 1)(*token_ids)
 
 
 def placeholder_hashes(placeholders: Sequence[tuple[int, int, str]], block_size: int) -> dict[int, list[str]]:

@@ -51,7 +51,7 @@ class CacheableRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Chain hash of every full block of known tokens; empty without prefix caching."""
+        """Chain hash of every full block of known tokens, but see `hits_have_first_block`; empty without prefix caching."""
         ...
 
     @property
@@ -83,6 +83,10 @@ class KVCacheManager(ABC):
     Order of calls for a request: `lookup` (waiting, not yet allocated) -> `allocate` in each step ->
     `cache_blocks` after tokens became known -> `free` once. After preemption (`free`) it starts again.
     """
+
+    hits_have_first_block: bool = False
+    """A hit has the request's first block. So where `lookup` finds nothing by the first of `block_hashes` alone, a scheduler may add the
+    others behind `allocate`, before `cache_blocks`."""
 
     hands_copies: bool = False
     """Set by a scheduler that hands on what `take_copies` returns, and whose executor's steps are ordered: copies are of blocks that

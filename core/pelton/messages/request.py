@@ -18,17 +18,9 @@ from pelton.errors import RequestError
 from pelton.sampling_params import SamplingParams, _integer
 
 DTYPE_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-}
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+}  # fmt: skip
 """Bytes of one number, by the dtypes that a tensor may cross a border in."""
 
 
@@ -139,9 +131,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.task not in POOLING_TASKS:
             raise RequestError(f"task must be one of {', '.join(POOLING_TASKS)}", param="task", value=self.task)
         if self.dimensions is not None:
-            _integer("dimensions", self.dimensions, 1, limits.MAX_POOLING_DIMENSIONS)
+            _integer(1, limits.MAX_POOLING_DIMENSIONS, "dimensions", self.dimensions)
         if self.second_text_start is not None:
-            _integer("second_text_start", self.second_text_start, 0, 2**31 - 1)
+            _integer(0, 2**31 - 1, "second_text_start", self.second_text_start)
 
     def asked(self) -> tuple[str, int | None, bool | None]:
         """Return what is to be made of a prompt's hidden states: equal for requests that can be made together."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
@@ -34,6 +35,7 @@ from pelton.sampling_params import BeamSearchParams, RequestOutputKind, Sampling
 from pelton.sdk.llm_engine import LLMEngine
 from pelton.sdk.progress import ProgressBar
 from pelton.sdk.prompts import as_prompts, as_several, as_texts, tokenization
+from pelton.utils import garbage
 
 if TYPE_CHECKING:
     from pelton.metrics.snapshot import Metric
@@ -157,7 +159,7 @@ class LLM:
         many, engine = as_prompts(prompts), self.llm_engine
         adapters, step_params = self._adapters(lora_request, len(many)), params.step_params()
 
-        def process(given: list[Prompt], adapters: Sequence[AdapterRef | None]) -> list[ProcessedRequest]:
+        def process(given: list[Prompt], adapters: Sequence[AdapterRef | None]) -> Iterator[ProcessedRequest]:
             return self._process(given, [step_params] * len(given), [0] * len(given), adapters, {})
 
         bounds = (engine.model.eos_token_ids, engine.input_processor.max_model_len)
@@ -208,11 +210,11 @@ class LLM:
         process = self.llm_engine.input_processor.process_pooling
         special, most = tokenization(tokenization_kwargs, truncate_prompt_tokens)
         rows = zip(self._tokenize(many, special), params, self._adapters(lora_request, len(many)), strict=True)
-        done = [
+        made = (
             self._blamed(index, len(many), process, prompt, one, adapter=adapter, truncate_prompt_tokens=most)
             for index, (prompt, one, adapter) in enumerate(rows)
-        ]
-        return self._run(done, use_tqdm, "encode")
+        )
+        return self._run(made, use_tqdm, "encode")
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[PoolingOptions]
@@ -293,15 +295,15 @@ class LLM:
         priorities: Sequence[int],
         adapters: Sequence[AdapterRef | None],
         shared: Mapping[str, Any],
-    ) -> list[ProcessedRequest]:
+    ) -> Iterator[ProcessedRequest]:
         rows = enumerate(zip(prompts, params, priorities, adapters, strict=True))
-        return [
+        return (
             self._blamed(
                 index, len(prompts), self.llm_engine.input_processor.process, prompt, one, priority=priority,
                 adapter=adapter, output_kind=RequestOutputKind.FINAL_ONLY, **shared,
             )
             for index, (prompt, one, priority, adapter) in rows
-        ]  # fmt: skip
+        )  # fmt: skip
 
     def _blamed(
         self, index: int, count: int, process: Callable[..., ProcessedRequest], *given: Any, **options: Any
@@ -314,17 +316,20 @@ class LLM:
                 error.args = (f"Prompt {index}: {error}",)
             raise
 
-    def _run(self, requests: list[ProcessedRequest], use_tqdm: bool, title: str = "generate") -> list[Any]:
-        """Add all, step until all are done. Whatever interrupts it leaves nothing running."""
+    def _run(self, made: Iterable[ProcessedRequest], use_tqdm: bool, title: str = "generate") -> list[Any]:
+        """Make all, then add all, then step until all are done. Whatever interrupts it leaves nothing running."""
         engine = self.llm_engine
-        ids = [request.request_id for request in requests]
         outputs: dict[str, RequestOutput | PoolingRequestOutput[Any]] = {}
-        with engine.turn:
+        with engine.turn, ExitStack() as start:
+            start.enter_context(garbage.paused())  # it would look at every token of every prompt while the device waits
+            requests = list(made)
+            ids = [request.request_id for request in requests]
             bar = ProgressBar(title, len(requests)) if use_tqdm and requests else None
             try:
                 engine.add_processed(*requests)
                 while engine.has_unfinished_requests():
                     finished, stats = engine.step_with_stats()
+                    start.close()  # the first step is over
                     for output in finished:
                         outputs[output.request_id] = output
                         if output.error is not None:

@@ -28,6 +28,7 @@ NEED_PREFIXES = frozenset({
     "test_drafts_and_lookahead_get_room_and_are_never_findable", "test_delayed_caching_waits_for_cache_blocks",
     "test_evicted_blocks_are_not_found_and_stay_held", "test_the_index_empties_only_while_nothing_is_held",
     "test_common_prefix_counts_the_leading_blocks_of_all",
+    "test_a_first_block_is_looked_up_alone_where_all_hits_have_one",
 })  # fmt: skip
 """Tests of `KVCacheManagerConformance` that need hits."""
 
@@ -535,6 +536,23 @@ class KVCacheManagerConformance:
         request.num_computed_tokens = request.num_confirmed_tokens = 8
         simulation.manager.cache_blocks(request, 8)
         assert simulation.manager.lookup(simulation.add(range(9)))[1] == 8
+
+    def test_a_first_block_is_looked_up_alone_where_all_hits_have_one(self) -> None:
+        for kinds in LAYER_KINDS:
+            simulation = self.make(kinds, num_blocks=60)
+            if not simulation.manager.hits_have_first_block:
+                continue
+            request, hashes = simulation.add(range(13)), list(simulation.requests["r1"].block_hashes)
+            del request.block_hashes[1:]
+            assert simulation.manager.lookup(request)[1] == 0
+            assert simulation.manager.allocate(request, 13, delay_caching=True) is not None
+            request.block_hashes[1:] = hashes[1:]
+            request.num_computed_tokens = request.num_confirmed_tokens = 13
+            simulation.manager.cache_blocks(request, 13)
+            assert simulation.manager.lookup(simulation.add(range(13)))[1] == 12
+            other = simulation.add(range(13))
+            del other.block_hashes[1:]
+            assert simulation.manager.lookup(other)[1] > 0
 
     def test_evicted_blocks_are_not_found_and_stay_held(self) -> None:
         simulation = self.make()

@@ -130,19 +130,24 @@ class BlockPool:
                 "Lower max_num_seqs or raise kv_cache_memory_bytes."
             )
         taken = []
+        sampler, indexes = self._sampler, self._index
         block = self._ends.next
         for _ in range(count):
-            if block.block_hash is not None:
-                self._evict(block)
+            if (block_hash := block.block_hash) is not None:
+                if block.is_duplicate or sampler is not None:
+                    self._evict(block)
+                else:  # the same, of nearly all blocks
+                    del indexes[block.group_id][block_hash]
+                    block.block_hash = None
             block.ref_cnt = 1
             taken.append(block.block_id)
             block = block.next
         self._ends.next = block
         block.prev = self._ends
         self.num_free -= count
-        if self._sampler is not None:
+        if sampler is not None:
             for block_id in taken:
-                self._sampler.allocated(self.blocks[block_id])
+                sampler.allocated(self.blocks[block_id])
         return taken
 
     def touch(self, block_ids: Sequence[int]) -> None:
@@ -250,6 +255,17 @@ class BlockPool:
         else:
             entry[block_id] = None
             block.is_duplicate = True
+
+    def cache_run(self, block_ids: Sequence[int], block_hashes: Sequence[bytes], group_id: int) -> None:
+        """`cache_full_blocks` of each block."""
+        blocks, index = self.blocks, self._index[group_id]
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+            block = blocks[block_id]
+            if block.block_hash is None and block_hash not in index and block_id != NULL_BLOCK:
+                block.block_hash, block.group_id = block_hash, group_id
+                index[block_hash] = block_id
+            else:
+                self.cache_full_blocks(block_id, block_hash, group_id)
 
     def rename(self, block_ids: Iterable[int], block_hash: bytes) -> None:
         """Have blocks that are in the index found by another hash."""

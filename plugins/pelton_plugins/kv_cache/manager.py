@@ -83,6 +83,8 @@ class PagedKVCacheManager(KVCacheManager):
         # Of most models: one group that keeps every token. A request then grows by a block now and then, and that is all.
         is_simple = len(specs) == 1 and type(self._managers[0]) is FullAttentionManager
         self._simple_block_size = specs[0].block_size if is_simple else 0
+        is_own = type(self) is PagedKVCacheManager  # a subclass may read all hashes
+        self.hits_have_first_block = is_own and is_simple and self._simple_block_size == plan.hash_block_size
 
     @classmethod
     def make(cls, context: KVManagerContext) -> Self:
@@ -153,7 +155,8 @@ class PagedKVCacheManager(KVCacheManager):
                 appended = self._extend(held, reach, num_confirmed)
         else:
             held = _Held([])
-            appended = self._start(held, reach, num_confirmed, cached_blocks or self._nothing)
+            start = self._start_simple if self._simple_block_size else self._start
+            appended = start(held, reach, num_confirmed, cached_blocks or self._nothing)
             if appended is not None:
                 self._held[request.request_id] = held
                 if self._keeper is not None and self.hands_copies:
@@ -206,6 +209,24 @@ class PagedKVCacheManager(KVCacheManager):
             self._keeper.copy(sources, self._running_states(held))
             self.pool.free(sources)
         return appended
+
+    def _start_simple(self, held: _Held, reach: int, num_confirmed: int, cached: BlockIds) -> BlockIds | None:
+        """`_start` of a request in one group that keeps every token."""
+        pool, size = self.pool, self._simple_block_size
+        table = list(cached[0])
+        num_new = max(-(-reach // size) - len(table), 0)
+        num_free = pool.num_free
+        if num_new + len(table) > num_free and num_new + pool.num_free_among(table) > num_free:
+            return None
+        blocks = TypeBlocks([table])
+        if table:
+            pool.touch(table)
+        new = pool.allocate(num_new)
+        table += new
+        held.by_type.append(blocks)
+        held.room, held.next_passed = len(table) * size, NEVER
+        held.next_full = self._managers[0].tokens_until_full(blocks) if self._caches_blocks else NEVER
+        return (new,)
 
     def _running_states(self, held: _Held) -> list[int]:
         """The blocks of its states, a group after the other."""
@@ -311,6 +332,8 @@ class PagedKVCacheManager(KVCacheManager):
 
     def block_ids(self, request_id: str) -> BlockIds:
         held = self._held.get(request_id)
+        if held is not None and self._simple_block_size:
+            return (list(held.by_type[0].tables[0]),)
         tables: list[list[int]] = [[] for _ in self._nothing]
         if held is not None:
             for manager, blocks in zip(self._managers, held.by_type, strict=True):

@@ -109,15 +109,19 @@ class SingleTypeManager(ABC):
 
     def cache_full_blocks(self, blocks: TypeBlocks, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Put the full blocks of the first `num_tokens` tokens into the index."""
-        per_block = self._hashes_per_block
+        per_block, first = self._hashes_per_block, blocks.num_indexed
         last = min(num_tokens // self.block_size, len(block_hashes) // per_block, len(blocks.tables[0]))
-        if last <= blocks.num_indexed:
+        if last <= first:
             return
-        for place in range(blocks.num_indexed, last):
-            block_hash = block_hashes[(place + 1) * per_block - 1]
-            for group_id, table in zip(self.group_ids, blocks.tables, strict=True):
-                self.pool.cache_full_blocks(table[place], block_hash, group_id)
         blocks.num_indexed = last
+        if last == first + 1:  # as nearly always in decode
+            block_hash = block_hashes[last * per_block - 1]
+            for group_id, table in zip(self.group_ids, blocks.tables, strict=True):
+                self.pool.cache_full_blocks(table[first], block_hash, group_id)
+            return
+        hashes = block_hashes[(first + 1) * per_block - 1 : last * per_block : per_block]
+        for group_id, table in zip(self.group_ids, blocks.tables, strict=True):
+            self.pool.cache_run(table[first:last], hashes, group_id)
 
     def tokens_until_full(self, blocks: TypeBlocks) -> int:
         """Known tokens at which the next block becomes findable."""
@@ -154,6 +158,8 @@ class FullAttentionManager(SingleTypeManager):
     ) -> tuple[list[list[int]], int]:
         per_block = self._hashes_per_block
         end = self._num_full_places(block_hashes, max_tokens) * per_block
+        if not end or self.pool.find(block_hashes[per_block - 1], self.group_ids[0]) is None:
+            return [[] for _ in self.group_ids], 0
         hashes = block_hashes[per_block - 1 : end : per_block]
         tables = [self.pool.find_first(hashes, group_id) for group_id in self.group_ids]
         num_tokens = min(map(len, tables)) * self.block_size // alignment * alignment

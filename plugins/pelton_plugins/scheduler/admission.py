@@ -13,6 +13,7 @@ from pelton_plugins.scheduler.kv_transfers import KVTransfers
 from pelton_plugins.scheduler.request import RequestState
 from pelton_plugins.scheduler.row_parts import RowParts
 from pelton_plugins.scheduler.step import StepBuilder
+from pelton_plugins.scheduler.step_results import StepResults
 
 
 class Admission:
@@ -21,6 +22,7 @@ class Admission:
         parts: RowParts,
         transfers: KVTransfers,
         gates: Sequence[Gate],
+        results: StepResults,
         *,
         hasher: BlockHasher | None,
         max_num_seqs: int,
@@ -29,6 +31,7 @@ class Admission:
         self._parts, self._kv, self._table, self._allocations = parts, parts.kv, parts.table, parts.allocations
         self._transfers = transfers
         self._gates = tuple(gates)
+        self._results = results
         self._hasher = hasher
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -78,12 +81,25 @@ class Admission:
         """
         cached: BlockIds | None = None
         num_local = num_external = 0
+        hasher, is_late = self._hasher, False
         request.pack()
-        if self._hasher is not None:  # not when it came: those behind it are hashed while this step runs
-            request.extend_hashes(self._hasher)
+        if hasher is not None:  # not when it came: those behind it are hashed while this step runs
+            # Masks that are late take a request's blocks away at once, and it has to find them again.
+            is_late = (
+                step.hashes_late
+                and len(request.block_hashes) <= 1
+                and len(request.token_ids) >= 2 * hasher.block_size
+                and request.grammar is None
+            )
+            request.extend_hashes(hasher, only_first=is_late)
         if not request.is_remote_ready:
-            if self._hasher is not None and not request.skip_prefix_lookup:
+            if hasher is not None and not request.skip_prefix_lookup:
                 cached, num_local = self._kv.lookup(request)
+                if (num_local and is_late) or not self._results.late.isdisjoint(request.block_hashes[:1]):
+                    is_late = False  # there is more to find
+                    self._results.cache_filled()
+                    request.extend_hashes(hasher)
+                    cached, num_local = self._kv.lookup(request)
             matched, is_later = self._transfers.num_external_tokens(request, num_local)
             if matched is None:
                 self._table.defer(request)
@@ -98,7 +114,7 @@ class Admission:
         num_new = self._first_share(request, start, step)
         if not num_new:
             return False
-        delay_caching = num_external > 0 or is_cached_later(num_new)
+        delay_caching = is_late or num_external > 0 or is_cached_later(num_new)
         new_ids = self._kv.allocate(
             request, num_new, cached_blocks=cached, num_cached_tokens=num_local,
             num_external_tokens=num_external, delay_caching=delay_caching,
@@ -115,6 +131,11 @@ class Admission:
         step.copies += copies
         step.new.append(_describe(request, block_ids))
         step.take_row(request, num_new)
+        if is_late:
+            self._results.filled.append(request)
+            self._results.late.add(request.block_hashes[0])
+        else:
+            request.take_packed()
         return True
 
     def _first_share(self, request: RequestState, start: int, step: StepBuilder) -> int:
@@ -151,7 +172,7 @@ def _describe(request: RequestState, block_ids: BlockIds) -> NewRequest:
         slot=request.slot,
         # Not ours, which grows while the worker reads; a long prompt is not copied.
         token_ids=list(request.token_ids) if request.num_output_tokens else original.prompt_token_ids,
-        packed_token_ids=request.take_packed(),
+        packed_token_ids=request.packed_token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         sampling_params=original.sampling_params,
         pooling_params=original.pooling_params,

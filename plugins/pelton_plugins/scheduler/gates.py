@@ -69,7 +69,8 @@ class SideSlotGate(Gate):
         return Verdict.OPEN if self.may_open(request) else Verdict.DEFER
 
     def may_open(self, request: ScheduledRequest) -> bool:
-        return not request.request.sampling_params.needs_side_slot or self._side_slots.num_free > 0
+        assert isinstance(request, RequestState)
+        return not request.needs_side_slot or self._side_slots.num_free > 0
 
 
 class PolicyGate(Gate):

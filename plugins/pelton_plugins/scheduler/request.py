@@ -47,6 +47,7 @@ class RequestState:
         "late_masks",
         "max_total_tokens",
         "min_tokens",
+        "needs_side_slot",
         "next_event_len",
         "no_drafts_until",
         "num_cached_blocks",
@@ -80,7 +81,7 @@ class RequestState:
         self.request_id = request.request_id
         self.arrival = arrival
         self.status = RequestStatus.WAITING
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = request.prompt_token_ids  # until `own_token_ids`: a long prompt is not copied while it waits
         self.num_prompt_tokens = len(self.token_ids)
         limit = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_total_tokens = min(limit, max_model_len)
@@ -99,8 +100,9 @@ class RequestState:
         self.last_step_id = -1
         self.discard_through_step = -1  # results of steps up to this one are discarded
         self.discard_logprobs_through_step = -1  # the same for their prompt logprobs: the prompt starts again
+        self.needs_side_slot = params.needs_side_slot
         self.only_samples = not (
-            params.needs_side_slot
+            self.needs_side_slot
             or params.logprobs is not None
             or params.structured_outputs
             or params.logits_processor_args
@@ -216,6 +218,12 @@ class RequestState:
         self.is_remote_ready = False
         self.connector_tokens = 0
 
+    def own_token_ids(self) -> list[int]:
+        """Return `token_ids` to append to, a copy of the prompt first."""
+        if self.token_ids is self.request.prompt_token_ids:
+            self.token_ids = list(self.token_ids)
+        return self.token_ids
+
     def pack(self) -> None:
         """Make `packed_token_ids`, once for all who ask until `take_packed`: turning a long list into numbers takes longest."""
         if len(self.packed_token_ids) != 8 * len(self.token_ids):
@@ -226,15 +234,18 @@ class RequestState:
         packed, self.packed_token_ids = self.packed_token_ids, b""
         return packed
 
-    def extend_hashes(self, hasher: BlockHasher) -> None:
-        """Hash the known tokens' full blocks that have no hash yet."""
+    def extend_hashes(self, hasher: BlockHasher, *, only_first: bool = False) -> None:
+        """Hash the known tokens' full blocks that have no hash yet, or the first of them alone."""
+        token_ids, packed = self.token_ids, self.packed_token_ids
+        if only_first:
+            token_ids, packed = token_ids[: hasher.block_size], packed[: 8 * hasher.block_size]
         request = self.request
         if self.extra_hashes is None:
             self.extra_hashes = placeholder_hashes(request.placeholders(), hasher.block_size)
         hasher.extend(
-            self.block_hashes, self.token_ids, adapter_id=request.adapter_id,
+            self.block_hashes, token_ids, adapter_id=request.adapter_id,
             block_extra_hashes=self.extra_hashes, cache_salt=request.cache_salt,
-            packed=self.packed_token_ids if len(self.packed_token_ids) == 8 * len(self.token_ids) else None,
+            packed=packed if len(packed) == 8 * len(token_ids) else None,
         )  # fmt: skip
 
     def __repr__(self) -> str:

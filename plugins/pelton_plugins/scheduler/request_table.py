@@ -95,10 +95,14 @@ class RequestTable:
         request.status = RequestStatus.RUNNING
         request.is_remote_ready = False
         request.slot = self._allocations.slots.take()
-        if request.request.sampling_params.needs_side_slot:
+        if request.needs_side_slot:
             request.side_slot = self._allocations.side_slots.take()
         request.events.append(EngineEvent(EventType.SCHEDULED, self._clock()))
-        insort(self.running, request, key=self._policy.rank)
+        running, rank = self.running, self._policy.rank
+        if not running or rank(running[-1]) < rank(request):  # who came last mostly comes last
+            running.append(request)
+        else:
+            insort(running, request, key=rank)
 
     def preempt(self, request: RequestState) -> None:
         """Give up blocks and slot; a token in flight is kept when it arrives."""

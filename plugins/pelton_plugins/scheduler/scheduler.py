@@ -118,14 +118,6 @@ class DefaultScheduler(Scheduler):
         )
         shares = make_stage_shares(context, self._steps, self._table)
         self._running = RunningRows(parts, drafts, shares)
-        self._admission = Admission(
-            parts,
-            self._transfers,
-            [*self._built_in_gates(context, policy), *context.gates],
-            hasher=hasher,
-            max_num_seqs=context.max_num_seqs,
-            max_num_batched_tokens=context.max_num_batched_tokens,
-        )
         self._results = StepResults(
             kv_manager,
             self._table,
@@ -134,6 +126,19 @@ class DefaultScheduler(Scheduler):
             self._transfers,
             hasher=hasher,
             steps_are_ordered=context.steps_are_ordered,
+        )
+        self._admission = Admission(
+            parts,
+            self._transfers,
+            [*self._built_in_gates(context, policy), *context.gates],
+            self._results,
+            hasher=hasher,
+            max_num_seqs=context.max_num_seqs,
+            max_num_batched_tokens=context.max_num_batched_tokens,
+        )
+        # Behind an only step its result comes first.
+        self._may_hash_late = (
+            kv_manager.hits_have_first_block and context.connector is None and context.max_steps_in_flight > 1
         )
         specials = (context.proposer, context.num_draft_tokens, context.connector, context.adapters)
         is_plain = context.steps_are_ordered and shares is None and not any(specials)
@@ -151,7 +156,8 @@ class DefaultScheduler(Scheduler):
             gates.append(AdapterSlotGate(self._adapters))
         elif context.adapter_is_ready is not None:
             gates.append(AdapterGate(context.adapter_is_ready))
-        return [*gates, SideSlotGate(self._allocations.side_slots), PolicyGate(policy)]
+        gates.append(SideSlotGate(self._allocations.side_slots))
+        return [*gates, PolicyGate(policy)] if _holds_some_back(policy) else gates
 
     # Requests in and out.
 
@@ -177,6 +183,7 @@ class DefaultScheduler(Scheduler):
         self._deadlines.add(record)
 
     def finish_requests(self, request_ids: Iterable[str], reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        self._results.cache_filled()
         for request_id in request_ids:
             request = self._table.requests.get(request_id)
             if request is None:
@@ -188,6 +195,7 @@ class DefaultScheduler(Scheduler):
         self._table.drop_finished_rows()
 
     def expire(self, now: float) -> None:
+        self._results.cache_filled()
         for request in self._deadlines.take_passed(now):
             limit = request.request.timeout_s
             error = DeadlineExceededError(f"The request's time limit of {limit} s passed.")
@@ -230,7 +238,7 @@ class DefaultScheduler(Scheduler):
             steps.forget_taken()
         if len(steps) >= self.max_steps_in_flight:
             return None
-        if self._results.filled:
+        if self._results.filled and not self._results.may_wait():
             self._results.cache_filled()
         if self._adapters is not None:
             self._adapters.begin_step()
@@ -239,6 +247,7 @@ class DefaultScheduler(Scheduler):
         step = StepBuilder(
             steps.next_id, self.max_num_batched_tokens, is_ordered=self._is_ordered, context_tokens=self._context_tokens
         )
+        step.hashes_late = self._may_hash_late and not steps
         opened: OpenStep | None = None
         try:
             if table.running:
@@ -338,3 +347,9 @@ class DefaultScheduler(Scheduler):
                 request.restarts = True  # its blocks are being written to
             elif request.status in (RequestStatus.RUNNING, RequestStatus.RECEIVING):
                 table.preempt(request)
+
+
+def _holds_some_back(policy: SchedulingPolicy) -> bool:
+    """Return whether the policy has an answer of its own to one of the questions of `PolicyGate`."""
+    plain = SchedulingPolicy.holds_back, SchedulingPolicy.admits
+    return (getattr(policy.holds_back, "__func__", None), getattr(policy.admits, "__func__", None)) != plain

@@ -60,7 +60,7 @@ class StepSkipper:
             request.num_computed_tokens = reach
             request.num_tokens_with_pending += count
             request.plan_decode()
-            request.token_ids += [token] * count
+            request.own_token_ids().extend([token] * count)
             self._results.cache_and_plan(request, is_plain=True)
         self._table.stats.num_steps += count
         self._table.stats.num_scheduled_tokens += count * len(self._table.running)

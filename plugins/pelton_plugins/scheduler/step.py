@@ -82,9 +82,9 @@ class StepBuilder:
     """Columns of one step. Rows with one token are kept apart, so that they come first without a sort."""
 
     __slots__ = (
-        "appends", "budget", "context_tokens", "copies", "has_preempted", "is_ordered", "many", "many_draft_ids", "many_num_draft",
-        "many_samples", "many_tokens", "max_seq_len", "most_short", "new", "ones", "ones_samples", "prefill_budget",
-        "short_budget", "step_id",
+        "appends", "budget", "context_tokens", "copies", "has_preempted", "hashes_late", "is_ordered", "many",
+        "many_draft_ids", "many_num_draft", "many_samples", "many_tokens", "max_seq_len", "most_short", "new", "ones",
+        "ones_samples", "prefill_budget", "short_budget", "step_id",
     )  # fmt: skip
 
     def __init__(self, step_id: int, budget: int, *, is_ordered: bool, context_tokens: int = 0) -> None:
@@ -96,6 +96,8 @@ class StepBuilder:
         self.short_budget = self.most_short = 0  # beyond it, see `bound_prefill`; in the same tokens
         self.is_ordered = is_ordered
         self.has_preempted = False
+        # The device waits for it: of a prompt whose first block is not cached, the others are hashed when the step is launched.
+        self.hashes_late = False
         self.max_seq_len = 0
         self.ones: list[RequestState] = []
         self.ones_samples: list[bool] = []

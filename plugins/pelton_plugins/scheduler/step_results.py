@@ -48,7 +48,8 @@ class StepResults:
         self._hasher = hasher
         self._hash_block_size = allocations.hash_block_size
         self._is_ordered = steps_are_ordered
-        self.filled: list[RequestState] = []  # whose last token filled a block that is not cached yet
+        self.filled: list[RequestState] = []  # with full blocks that are not cached yet
+        self.late: set[bytes] = set()  # hashes of the first blocks of those that the last step has admitted
 
     def take_in(self, step: OpenStep, result: ModelOutput) -> None:
         """Enter the outputs of all rows with the step. The caller drops rows that finished."""
@@ -143,12 +144,22 @@ class StepResults:
             if count:
                 self._table.stats.count_drafts(num_made[num_accepted], num_accepted, count)
 
+    def may_wait(self) -> bool:
+        """Return whether `filled` may wait until the open step's result is taken in: prompts that end in it. Its launch needs the
+        interpreter now, and whoever finds the first block of one of them has all cached. Not where one may be preempted: it would not
+        find its own blocks."""
+        if not self.late or self._kv.num_free_blocks < 2 * len(self._table.running):
+            return False
+        return all(request.is_in_decode for request in self.filled)
+
     def cache_filled(self) -> None:
-        """Cache the blocks that the last step's tokens have filled. Before the next step is scheduled, or taken in."""
+        """Cache the full blocks that the last step has left. Before the next step is scheduled, but for `may_wait`, or taken in."""
         filled, self.filled = self.filled, []
+        self.late.clear()
         for request in filled:
             if request.status is RequestStatus.RUNNING:
-                self.cache_and_plan(request, is_plain=True)
+                self.cache_and_plan(request, is_plain=request.has_valid_output)
+            request.take_packed()
 
     def _accepts(self, request: RequestState, tokens: list[int]) -> bool:
         """Take in a token that is no end; a request whose grammar fails ends alone, and is settled as one that is over."""
@@ -265,9 +276,10 @@ def _append(
     request.num_tokens_with_pending -= 1 + num_draft - len(tokens)
     reason: FinishReason | None = None
     stop_reason: int | None = None
+    known = request.own_token_ids()
     for count, token in enumerate(tokens, 1):
-        request.token_ids.append(token)
-        if len(request.token_ids) >= request.max_total_tokens or token in request.stop_ids:
+        known.append(token)
+        if len(known) >= request.max_total_tokens or token in request.stop_ids:
             reason, stop_reason = _stop_of(request)
             if reason is not None:
                 tokens = tokens[:count]

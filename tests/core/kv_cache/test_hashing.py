@@ -230,6 +230,21 @@ def test_the_short_way_of_plain_blocks_gives_the_same_hashes(tokens, cuts, block
     assert found == expected
 
 
+@pytest.mark.parametrize("salt", [None, "s"])
+def test_the_first_block_may_be_hashed_alone(salt, monkeypatch):
+    """A long prompt that came before is known all the same, and a salt stays in the chain."""
+    hasher, tokens, expected = BlockHasher("sha256", 2), list(range(200)), []
+    extend_block_hashes(expected, tokens, 2, hash_fn=get_hash_fn("sha256"), cache_salt=salt)
+    for packed in (None, pack_tokens(tokens)):
+        hashes = []
+        hasher.extend(hashes, tokens[:2], cache_salt=salt, packed=packed and packed[:16])
+        assert hashes == expected[:1]
+        hasher.extend(hashes, tokens, cache_salt=salt, packed=packed)
+        assert hashes == expected
+    if salt is None:
+        assert hasher._runs[b"", pack_tokens(tokens[:2])] == (pack_tokens(tokens[:128]), expected[:64])
+
+
 def test_runs_of_blocks_that_are_remembered_give_the_same_hashes(monkeypatch):
     monkeypatch.setattr("pelton.kv_cache.hashing._MOST_RUNS", 8)
     rng, hasher, size = random.Random(0), BlockHasher("sha256", 2), 2 * 64

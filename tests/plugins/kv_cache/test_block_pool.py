@@ -111,6 +111,25 @@ def test_duplicates_are_kept_while_held_and_go_first_when_freed():
     assert pool.find(b"same", 0) == first[0]
 
 
+def test_a_run_of_blocks_is_cached_as_each_of_them_is():
+    one, other = BlockPool(12), BlockPool(12)
+    for pool in (one, other):
+        cached(pool, 2)  # blocks 1 and 2 are h0 and h1
+        pool.allocate(4)
+        pool.free([2])
+    block_ids = [0, 2, 3, 4, 5, 6]  # null, one that is there already, a copy, a new one, a copy, a new one
+    hashes = [b"h9", b"h1", b"h0", b"h5", b"h0", b"h6"]
+    for block_id, block_hash in zip(block_ids, hashes, strict=True):
+        one.cache_full_blocks(block_id, block_hash, 0)
+    other.cache_run(block_ids, hashes, 0)
+    assert one._index == other._index == [{b"h0": {1: None, 3: None, 5: None}, b"h1": 2, b"h5": 4, b"h6": 6}]
+    for pool in (one, other):
+        pool.free([5, 3, 4])
+        assert pool.allocate(8) == [3, 5, 7, 8, 9, 10, 11, 2], "copies first"
+        assert pool.allocate(1) == [4]
+        assert (pool.find(b"h0", 0), pool.find(b"h1", 0), pool.find(b"h5", 0)) == (1, None, None)
+
+
 def test_the_last_of_several_duplicates_stays_findable():
     pool = BlockPool(8)
     blocks = pool.allocate(3)

@@ -8,6 +8,7 @@ import pytest
 
 from pelton.scheduler.request import RequestStatus
 from pelton.testing.scheduler import Harness, make_request
+from pelton_plugins.scheduler.gates import PolicyGate
 from pelton_plugins.scheduler.policies import FCFSPolicy, PriorityPolicy
 from pelton_plugins.scheduler.queue import RequestQueue
 from pelton_plugins.scheduler.request import RequestState
@@ -89,6 +90,33 @@ def test_a_policy_decides_order_admission_and_share():
         assert len(harness.executor.outputs[-1].slots) == 1
         assert harness.executor.outputs[-1].max_query_len <= 2
     assert ends == ["short", "middle", "long"]
+    harness.run_and_check()
+
+
+@pytest.mark.parametrize("name, is_asked", [("", False), ("admits", True), ("holds_back", True)])
+def test_a_policy_that_lets_all_in_is_not_asked(name, is_asked):
+    asked = []
+    policy = FCFSPolicy()
+    if name:
+        setattr(policy, name, lambda request, running: asked.append(request) or name == "admits")
+    harness = Harness(policy=policy)
+    harness.add(make_request("a", 5, 2))
+    assert any(isinstance(gate, PolicyGate) for gate in harness.scheduler._admission._gates) == is_asked
+    harness.run_and_check()
+    assert bool(asked) == is_asked
+
+
+def test_requests_keep_their_rank_whenever_they_come_back():
+    harness = Harness(policy=PriorityPolicy(), max_steps_in_flight=2)
+    for name, priority in (("a", 2), ("b", 0), ("c", 1), ("d", 0)):
+        harness.add(make_request(name, 5, 20, priority=priority))
+        harness.step()
+    running = harness.scheduler._table.running
+    assert [request.request_id for request in running] == ["b", "d", "c", "a"]
+    harness.scheduler._table.preempt(running[1])
+    for _ in range(3):
+        harness.step()
+    assert [request.request_id for request in running] == ["b", "d", "c", "a"]
     harness.run_and_check()
 
 
