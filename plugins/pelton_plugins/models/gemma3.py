@@ -33,7 +33,7 @@ class Gemma3DecoderLayer(nn.Module):
         hidden_size, num_heads, head_dim = hf.hidden_size, hf.num_attention_heads, hf.get("head_dim", 256)
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         bias = bool(hf.get("attention_bias"))
-        is_local = _is_local(index, config, self.global_every)
+        is_local = is_local_layer(index, config, self.global_every)
 
         def norm(name: str, size: int = hidden_size) -> RMSNorm:
             return RMSNorm(size, unit_offset=True, config=config, prefix=f"{prefix}.{name}")
@@ -103,7 +103,7 @@ class Gemma3ForCausalLM(StagedDecoder):
         )  # fmt: skip
 
 
-def _is_local(index: int, config: BuildConfig, global_every: int) -> bool:
+def is_local_layer(index: int, config: BuildConfig, global_every: int) -> bool:
     """From `layer_types`, or from the older pattern: every n-th layer is global."""
     layer_types = config.hf.get("layer_types")
     if layer_types is not None:

@@ -183,6 +183,14 @@ def pelton_models() -> Sequence[ModelEntry]:
         *_encoders("bert", "BERT, MiniLM", "Bert"),
         *_encoders("roberta", "RoBERTa, XLM-RoBERTa", "Roberta", "XLMRoberta", "Camembert", reserved_positions=2),
         *_encoders("modernbert", "ModernBERT", "ModernBert"),
+        ModelEntry(
+            name="gemma3-model",
+            load="pelton_plugins.models.gemma3_encoder:Gemma3TextModel",
+            architectures=("Gemma3TextModel",),
+            kind=POOL,
+            attends_both_ways=True,
+            doc="EmbeddingGemma: vectors",
+        ),
     ]
 
 

@@ -368,7 +368,9 @@ class _Blocks(_Kept):
     def __init__(self, config: BuildConfig, shards: Sequence[LinearShard], form: GroupForm, group: int) -> None:
         super().__init__(config, shards, form, group)
         if config.parallel.size > 1:
-            raise ConfigError(f"tensor_parallel_size is {config.parallel.size}; integer weights on a CPU serve 1.")
+            raise ConfigError(
+                f"tensor_parallel_size is {config.parallel.size}, and integer weights on a CPU are of one rank. Set it to 1."
+            )
         if self.num_cols % BLOCK:
             raise ConfigError(f"{shards[0].name} has {self.num_cols} columns; blocks take a multiple of {BLOCK}.")
         kind = block_kind(form)

@@ -67,6 +67,47 @@ def test_encoders_equal_transformers_in_any_batch(tmp_path, family):
             np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+def make_tiny_gemma(path, **fields):
+    """EmbeddingGemma's shape: three layers of four have a window."""
+    import torch
+    from transformers import Gemma3TextConfig, Gemma3TextModel
+
+    sizes = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "head_dim": 16}
+    config = Gemma3TextConfig(
+        **sizes, num_attention_heads=3, num_key_value_heads=1, query_pre_attn_scalar=20, sliding_window=16, max_position_embeddings=256,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"], **{"use_bidirectional_attention": True, **fields},
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = Gemma3TextModel(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_(0.0, 0.2 if weight.dim() == 1 else 2.0 / weight.shape[1] ** 0.5)
+    model.save_pretrained(path)
+    return path
+
+
+def test_embedding_gemma_equals_transformers_in_any_batch(tmp_path):
+    path = make_tiny_gemma(tmp_path)
+    reference = load_pooling_reference(path)
+    with LLM(model=str(path), pooling_type="mean", skip_tokenizer_init=True, **SMALL) as llm:
+        found = embeddings(llm)
+        alone = [embeddings(llm, ids=[ids])[0] for ids in PROMPTS[:7]]
+    for ids, vector in zip(PROMPTS, found, strict=True):
+        expected = unit(pooled(hidden_states(reference, ids), "mean"))
+        np.testing.assert_allclose(vector, expected, atol=TOLERANCE, err_msg=f"{len(ids)} tokens")
+    for one, other in zip(alone, found, strict=False):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_gemma_without_a_head_that_sees_one_way_is_refused(tmp_path):
+    path = make_tiny_gemma(tmp_path, use_bidirectional_attention=False)
+    with pytest.raises(
+        ConfigError, match="use_bidirectional_attention is False; of Gemma 3 without a head EmbeddingGemma"
+    ):
+        LLM(model=str(path), skip_tokenizer_init=True, **SMALL)
+
+
 @pytest.mark.parametrize("family", ["bert", "xlm_roberta", "modernbert"])
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_sequence_heads_equal_transformers(tmp_path, family, num_labels):
