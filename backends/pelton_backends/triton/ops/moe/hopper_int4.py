@@ -378,7 +378,7 @@ def reordered(x: Tensor, group_size: int) -> Tensor:
 MOST_PAIRS = 64
 _TILINGS = {16: Tiling(128, 16, 4, 2, 168), 32: Tiling(128, 32, 4, 2, 168), MOST_PAIRS: Tiling(128, 64, 8, 2, 128)}
 """By pairs."""
-_EARLY_PAIRS = 0.5
+_EARLY_PAIRS = 2
 """Of an expert on average, from which on weights are read before it is known whether the expert has any."""
 
 
