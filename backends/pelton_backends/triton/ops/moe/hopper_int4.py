@@ -335,9 +335,8 @@ def int4_kernel(
     if is_early != 0:
         for i in gl.static_range(STAGES - 1):
             _fetch_weights(weights, scales, word_cells, scale_cells, is_row, is_scale, i, i, WIDTH, G)
-    if PDL:
-        if tile < E:
-            gdc_wait()
+    if PDL and tile < E:
+        gdc_wait()
     order += expert.to(gl.int64) * capacity
     at = start + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, GATHERED)))
     pairs = gl.load(
