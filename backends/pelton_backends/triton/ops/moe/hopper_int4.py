@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
@@ -50,7 +49,6 @@ STEP = 256
 GROUP_SIZES = (32, 64, 128)
 _STEP = gl.constexpr(STEP)
 _BLOCK = gl.constexpr(32)  # numbers of four words
-MOST_OF_WARPS: gl.constexpr = gl.constexpr(16)
 _LESS = gl.constexpr(64.0)
 """Weights over what tensor cores are given, without the scale."""
 
@@ -264,28 +262,6 @@ def _add_step(total, part, words, scales, numbers, stage, G: gl.constexpr, CHUNK
     return total, part
 
 
-@gluon.jit
-def _add_small_step(total, words, scales, numbers, stage, G: gl.constexpr, CHUNK: gl.constexpr, WARPS: gl.constexpr):
-    """As `_add_step`, by products of a warp each."""
-    OF_GROUP: gl.constexpr = G // CHUNK  # products
-    GROUPS: gl.constexpr = _STEP // G
-    ACROSS: gl.constexpr = total.type.layout
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACROSS, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACROSS, 2)
-    scales = scales.index(stage)
-    for group in gl.static_range(GROUPS):
-        own, scale = _words_of(words.index(stage * GROUPS + group), CHUNK, WARPS), _scale_of(scales, group, WARPS)
-        sums = gl.zeros(total.shape, gl.float32, ACROSS)
-        for i in gl.static_range(OF_GROUP):
-            chunk = (stage * GROUPS + group) * OF_GROUP + i
-            right = numbers.index(chunk).permute((1, 0)).load(RIGHT)
-            sums = mma_v2(_decoded(own[i], scale, LEFT, WARPS), right, sums)
-        factor = (scale & -256).to(gl.float32, bitcast=True)
-        factor = gl.convert_layout(factor, gl.SliceLayout(1, ACROSS), assert_trivial=True)
-        total += sums * factor[:, None]
-    return total
-
-
 @gluon.jit(do_not_specialize=["capacity", "is_early"])
 def int4_kernel(
     x, weight, weight_scale, bias, share, out, order, count_ptr, capacity, is_early, x_stride,
@@ -303,11 +279,7 @@ def int4_kernel(
     CHUNK: gl.constexpr = min(G, 64)
     CHUNKS: gl.constexpr = _STEP // CHUNK
     dtype: gl.constexpr = out.dtype.element_ty
-    ACROSS: gl.constexpr = (
-        gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-        if N <= MOST_OF_WARPS
-        else gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
-    )
+    ACROSS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
     COPIED: gl.constexpr = _copied_layout(M, WARPS, OWN)
     GATHERED: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 256 // CHUNK, CHUNK // 8], [1, WARPS, 1], [2, 1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -333,53 +305,38 @@ def int4_kernel(
         weight_scale, first, expert, SIZE, WIDTH // G, COLUMNS, IS_GATED, M, GROUPS, WARPS
     )
     if is_early != 0:
-        for i in gl.static_range(STAGES - 1):
+        for i in gl.static_range(min(STAGES - 1, STEPS)):
             _fetch_weights(weights, scales, word_cells, scale_cells, is_row, is_scale, i, i, WIDTH, G)
-    if PDL and tile < E:
-        gdc_wait()
-    order += expert.to(gl.int64) * capacity
-    at = start + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, GATHERED)))
-    pairs = gl.load(
-        order + at, mask=at < capacity, other=0
-    )  # asked for with their number: those beyond it are anything
     if tile < E:
+        if PDL:
+            gdc_wait()
         count = gl.minimum(gl.load(count_ptr + expert), capacity)
         if count == 0:
             async_copy.commit_group()
             async_copy.wait_group(0)
             return
     if is_early == 0:
-        for i in gl.static_range(STAGES - 1):
+        for i in gl.static_range(min(STAGES - 1, STEPS)):
             _fetch_weights(weights, scales, word_cells, scale_cells, is_row, is_scale, i, i, WIDTH, G)
-    row_cells, is_pair = cells_of_rows(x, pairs, x_stride, K, CHUNKS, CHUNK // 2, GATHERED), at < count
-    for i in gl.static_range(STAGES):
-        if i + 1 == STAGES:
-            _fetch_weights(weights, scales, word_cells, scale_cells, is_row, is_scale, i, i, WIDTH, G)
+    order += expert.to(gl.int64) * capacity
+    row_cells, is_pair = cells_of_rows(x, order, start, count, x_stride, K, N, CHUNKS, CHUNK // 2, GATHERED)
+    for i in gl.static_range(min(STAGES - 1, STEPS)):
         fetch_rows(rows, row_cells, is_pair, i, i, WIDTH)
         async_copy.commit_group()
     total = gl.zeros((M, N), gl.float32, ACROSS)
-    if N > MOST_OF_WARPS:
-        part = warpgroup_mma_init(gl.zeros((M, N), gl.float32, ACROSS))
+    part = warpgroup_mma_init(gl.zeros((M, N), gl.float32, ACROSS))
     for step in range(STEPS):
-        if step == 0:
-            async_copy.wait_group(STAGES - 1)
-            gl.thread_barrier()
-        else:
-            async_copy.wait_group(STAGES - 2)
-            gl.thread_barrier()
-            ahead = step + STAGES - 1
-            if ahead < STEPS:
-                stage = ahead % STAGES
-                _fetch_weights(weights, scales, word_cells, scale_cells, is_row, is_scale, ahead, stage, WIDTH, G)
-                fetch_rows(rows, row_cells, is_pair, ahead, stage, WIDTH)
-            async_copy.commit_group()
-        if N > MOST_OF_WARPS:
-            fence_async_shared()
+        async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()
-        if N > MOST_OF_WARPS:
-            total, part = _add_step(total, part, words, scales, numbers, step % STAGES, G, CHUNK, WARPS)
-        else:
-            total = _add_small_step(total, words, scales, numbers, step % STAGES, G, CHUNK, WARPS)
+        fence_async_shared()
+        ahead = step + STAGES - 1
+        if ahead < STEPS:
+            stage = ahead % STAGES
+            _fetch_weights(weights, scales, word_cells, scale_cells, is_row, is_scale, ahead, stage, WIDTH, G)
+            fetch_rows(rows, row_cells, is_pair, ahead, stage, WIDTH)
+        async_copy.commit_group()
+        gl.thread_barrier()
+        total, part = _add_step(total, part, words, scales, numbers, step % STAGES, G, CHUNK, WARPS)
     async_copy.wait_group(0)
     result = finished(total * _LESS, bias, first, expert, SIZE, ACTIVATION, LIMIT, dtype)
     pairs, is_pair, column = results_of(result, order, start, count, first)

@@ -218,10 +218,7 @@ def mxfp4_kernel(
             async_copy.wait_group(0)
             return
     order += expert.to(gl.int64) * capacity
-    at = start + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, GATHERED)))
-    is_pair = at < count
-    pairs = gl.load(order + at, mask=is_pair, other=0)
-    row_cells = cells_of_rows(x, pairs, x_stride, K, _CHUNKS, 32, GATHERED)
+    row_cells, is_pair = cells_of_rows(x, order, start, count, x_stride, K, N, _CHUNKS, 32, GATHERED)
     for i in gl.static_range(min(STAGES - 1, STEPS)):
         fetch_rows(rows, row_cells, is_pair, i, i, WIDTH)
         async_copy.commit_group()

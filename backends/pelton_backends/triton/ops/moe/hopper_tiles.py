@@ -92,12 +92,18 @@ def row_of(place, column, expert, SIZE: gl.constexpr, IS_GATED: gl.constexpr):
 
 
 @gluon.jit
-def cells_of_rows(x, pairs, x_stride, K: gl.constexpr, CHUNKS: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return where a step's numbers of x lie, two a word [CHUNKS, N, WORDS]; pairs [N]."""
+def cells_of_rows(
+    x, order, start, count, x_stride, K: gl.constexpr, N: gl.constexpr, CHUNKS: gl.constexpr, WORDS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Return where a step's numbers of x lie, two a word [CHUNKS, N, WORDS], and which of the N pairs there are."""
+    at = start + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    is_pair = at < count
+    pairs = gl.load(order + at, mask=is_pair, other=0)
     word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
     chunk = gl.arange(0, CHUNKS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     cells = x + gl.expand_dims(gl.expand_dims((pairs // K).to(gl.int64) * x_stride, 0), 2)
-    return cells + gl.expand_dims(gl.expand_dims(chunk * WORDS, 1), 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
+    cells = cells + gl.expand_dims(gl.expand_dims(chunk * WORDS, 1), 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
+    return cells, is_pair
 
 
 @gluon.jit
