@@ -566,11 +566,15 @@ def streamed_experts(dtype: str) -> None:
 def experts_in_four_bits(dtype: str, name: str) -> None:
     """Experts of some tokens on a Hopper device, in tiles of 16, 32 and 64 pairs."""
     moe.is_hopper = moe.has_pdl = hopper_int4.has_pdl = hopper_mxfp4.has_pdl = lambda device: True
-    form: dict[str, Any] = {"activation": "swiglu_oai", "limit": 7.0, "has_bias": True}
-    if name == "experts in int4 on Hopper":
-        form |= {"weight_format": "int4_grouped", "group_size": 128, "sizes": (640, 384)}
-    else:
-        form |= {"weight_format": "mxfp4", "sizes": (576, 576)}
+    form: dict[str, Any] = {"weight_format": "int4_grouped", "group_size": 128, "sizes": (640, 384)}
+    if name == "experts in mxfp4 on Hopper":
+        form = {
+            "activation": "swiglu_oai",
+            "limit": 7.0,
+            "has_bias": True,
+            "weight_format": "mxfp4",
+            "sizes": (576, 576),
+        }
     routing, cpu = RoutingSpec(num_experts=32, top_k=4), torch.device("cpu")
     needs, tensors, x, slots = moe_case(cpu, routing, 200, getattr(torch, dtype), **form)
     op = moe.BoundMoe(needs, tensors)

@@ -627,6 +627,26 @@ def test_sizes_that_are_decoded_where_they_are_multiplied() -> None:
     assert [hopper_int4.can_multiply(*size) for size in sizes] == [True, True, True, False, False, False, False]
 
 
+@pytest.mark.parametrize(
+    "form, is_taken",
+    [({"group_size": 32}, True), ({"group_size": 128}, False), ({}, False), ({"group_size": 32, "has_bias": True}, False),
+     ({"group_size": 32, "activation": "gelu"}, False), ({"group_size": 32, "weight_format": "int4_minima"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_which_experts_in_int4_are_decoded_where_they_are_multiplied(
+    form: dict[str, Any], is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that were run on a device, by sizes that are multiples of the group."""
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.is_hopper", lambda device: True)
+    form = {"weight_format": "int4_grouped", **form}
+    for dtype, expected in ((torch.bfloat16, is_taken), (torch.float16, False)):
+        sizes = (512, 384) if form.get("group_size") != 128 else (512, 256)
+        needs, tensors, *_ = moe_case(
+            torch.device("cpu"), RoutingSpec(num_experts=6, top_k=2), 2, dtype, sizes=sizes, **form
+        )
+        assert TritonMoe.bind(needs, tensors)._is_int4 == expected  # type: ignore[attr-defined]
+
+
 def in_order(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Rows with each part of so many numbers in this order."""
     return rows.unflatten(1, (-1, len(order)))[:, :, order].flatten(1)
@@ -725,13 +745,12 @@ def test_products_in_int4_are_those_of_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [2, 9, 128, 500])
 @pytest.mark.parametrize("sizes, group_size", [((2048, 768), 128), ((2880, 1440), 32)], ids=str)
-@pytest.mark.parametrize("form", [{"activation": "swiglu_oai", "limit": 7.0, "has_bias": True}, {}], ids=str)
 def test_experts_in_int4_stay_near(
-    form: dict[str, Any], sizes: tuple[int, int], group_size: int, num_tokens: int, device: torch.device
+    sizes: tuple[int, int], group_size: int, num_tokens: int, device: torch.device
 ) -> None:
     """As `test_experts_in_mxfp4_stay_near`."""
+    form = {"weight_format": "int4_grouped", "group_size": group_size}
     routing = RoutingSpec(num_experts=16, top_k=4)
-    form = {"weight_format": "int4_grouped", "group_size": group_size, **form}
     needs, tensors, x, slots = moe_case(device, routing, num_tokens, torch.bfloat16, sizes=sizes, **form)
     for _ in range(2):
         op = TritonMoe.bind(needs, tensors)
