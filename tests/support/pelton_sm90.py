@@ -106,7 +106,7 @@ from pelton_backends.triton.ops.lora import hopper_many
 from pelton_backends.triton.ops.lora import linear as lora
 from pelton_backends.triton.ops.lora import shrink as lora_shrink
 from pelton_backends.triton.ops.moe import experts as moe
-from pelton_backends.triton.ops.moe import hopper_mxfp4, split, streamed
+from pelton_backends.triton.ops.moe import hopper_int4, hopper_mxfp4, split, streamed
 from pelton_backends.triton.ops.qk_rope import TritonQkNormRopeWriteKv
 from pelton_backends.triton.ops.sampling import logprobs as sampling_logprobs
 from pelton_backends.triton.ops.sampling import sample as sampling
@@ -576,12 +576,20 @@ def streamed_experts(dtype: str) -> None:
             op(x[:num_tokens], slots[:num_tokens])
 
 
-def mxfp4_experts(dtype: str) -> None:
-    """Experts in mxfp4 of some tokens on a Hopper device, in tiles of 16, 32 and 64 pairs."""
-    moe.is_hopper = moe.has_pdl = hopper_mxfp4.has_pdl = lambda device: True
-    form = {"weight_format": "mxfp4", "activation": "swiglu_oai", "limit": 7.0, "has_bias": True}
+def experts_in_four_bits(dtype: str, name: str) -> None:
+    """Experts of some tokens on a Hopper device, in tiles of 16, 32 and 64 pairs."""
+    moe.is_hopper = moe.has_pdl = hopper_int4.has_pdl = hopper_mxfp4.has_pdl = lambda device: True
+    form: dict[str, Any] = {"weight_format": "int4_grouped", "group_size": 128, "sizes": (640, 384)}
+    if name == "experts in mxfp4 on Hopper":
+        form = {
+            "activation": "swiglu_oai",
+            "limit": 7.0,
+            "has_bias": True,
+            "weight_format": "mxfp4",
+            "sizes": (576, 576),
+        }
     routing, cpu = RoutingSpec(num_experts=32, top_k=4), torch.device("cpu")
-    needs, tensors, x, slots = moe_case(cpu, routing, 200, getattr(torch, dtype), sizes=(576, 576), **form)
+    needs, tensors, x, slots = moe_case(cpu, routing, 200, getattr(torch, dtype), **form)
     op = moe.BoundMoe(needs, tensors)
     for num_tokens in (64, 128, 200):
         op(x[:num_tokens], slots[:num_tokens])
@@ -749,8 +757,8 @@ def compile_kernels(
             hopper_experts(dtype)
         elif name == "experts that stream":
             streamed_experts(dtype)
-        elif name == "experts in mxfp4 on Hopper":
-            mxfp4_experts(dtype)
+        elif name in ("experts in int4 on Hopper", "experts in mxfp4 on Hopper"):
+            experts_in_four_bits(dtype, name)
         elif name in EVERY:
             pretend_everywhere()
             EVERY[name]()

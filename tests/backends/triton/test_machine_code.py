@@ -35,6 +35,7 @@ IN_E4M3 = (
 )
 IN_BLOCKS = ("gate and up in blocks", "128 rows of down in blocks")
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
+ON_HOPPER = ("experts on Hopper", "experts that stream", "experts in mxfp4 on Hopper", "experts in int4 on Hopper")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (
     *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_BLOCKS, *IN_INTEGERS, "one row of a long matrix in e4m3",
@@ -86,7 +87,8 @@ READ: dict[str, tuple[int, ...]] = {
         5,
         10,
         13,
-    ),  # the first product with 32 pairs in e4m3, the second one of bfloat16, the first one in blocks
+    ),  # the first product with 32 pairs in e4m3, the second of bfloat16, the first in blocks
+    "experts in int4 on Hopper": (2, 7, 13),
     "experts in mxfp4 on Hopper": (2, 7, 13),  # the first product with 16 and 32 pairs, the second one with 64
     "experts in int4_grouped": (2, 3, 5, 6, 8),
     "experts in int8_grouped": (3, 5, 8),
@@ -119,7 +121,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, script_forks: None) -> list[d
         "--",
         "bfloat16",
         "bfloat16",
-        *map(words_of, ("experts on Hopper", "experts that stream", "experts in mxfp4 on Hopper")),
+        *map(words_of, ON_HOPPER),
     ]
     words += ["--", "--no-code", "bfloat16", "bfloat16", *EVERY, "launched"]
     return once(tmp_path_factory, "sm90", lambda: run_program("pelton_sm90.py", *words))
@@ -502,14 +504,16 @@ def test_weights_of_experts_are_on_their_way_before_the_choice(bfloat16: Kernels
             assert "LDG" in before and LOADS & set(copies[: copies.index("LDG")]) == {"UTMALDG"}
 
 
-def test_codes_of_experts_become_numbers_where_they_are_multiplied(bfloat16: Kernels) -> None:
+@pytest.mark.parametrize("name, factor", [("mxfp4", "HMUL2"), ("int4", "HFMA2")])
+def test_codes_of_experts_become_numbers_where_they_are_multiplied(name: str, factor: str, bfloat16: Kernels) -> None:
     """Nothing is exchanged through shared memory, and weights are on their way before the choice of experts is waited for."""
-    found = with_code(bfloat16("experts in mxfp4 on Hopper"))
-    assert [kernel["kernel"] for kernel in found] == ["mxfp4_kernel"] * 3
+    found = with_code(bfloat16(f"experts in {name} on Hopper"))
+    assert [kernel["kernel"] for kernel in found] == [f"{name}_kernel"] * 3
     for kernel in found:
         code = kernel["instructions"]
-        loop = code[code.index("LDSM") : len(code) - code[::-1].index("HGMMA")]
-        assert kernel["stack"] == 0 and not {"STS", "LDS", "LDL", "STL"} & set(loop)
-        assert {"HMUL2", "HGMMA"} <= set(loop)
+        end = len(code) - code[::-1].index("HGMMA")
+        loop = code[code.index("LDSM") if name == "mxfp4" else code.index(factor) : end]
+        assert kernel["stack"] == 0 and not {"STS", "SHFL", "LDL", "STL"} & set(loop)
+        assert {factor, "HGMMA"} <= set(loop) and (name == "int4" or "LDS" not in loop)
         before = code[: len(code) - code[::-1].index("ACQBULK")]
         assert "LDGSTS" in before and not WRITES & set(before)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import triton
 from pelton_moe_case import ROUTINGS, check_copies, check_moe, check_whole_experts, moe_case
 
 from pelton.ops.interface import NormSpec
@@ -13,10 +15,12 @@ from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, Moe, MoeNeeds, Mo
 from pelton.ops.selector import reasons_against
 from pelton_backends.reference.composed_moe import ComposedAddNormMoe
 from pelton_backends.reference.moe import ReferenceMoe
-from pelton_backends.triton.ops.moe import hopper, hopper_mxfp4, streamed
+from pelton_backends.triton.ops.moe import hopper, hopper_int4, hopper_mxfp4, streamed
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
 from pelton_backends.triton.ops.moe.split import SplitRows
+from pelton_plugins.weight_forms.expert_codes import put_codes
+from pelton_plugins.weight_forms.groups import pack_scales
 
 pytestmark = pytest.mark.usefixtures("large_programs")
 
@@ -466,12 +470,23 @@ def permuted(word: int, other: int, selector: int) -> int:
     return int.from_bytes(bytes(parts[selector >> 4 * i & 7] for i in range(4)), "little")
 
 
+def paired(result: Callable[..., torch.Tensor]) -> Callable[..., int]:
+    """As instructions of two bfloat16 a register do it: rounded once."""
+
+    def instruction(*registers: int) -> int:
+        halves = torch.tensor(registers, dtype=torch.int64).to(torch.int32).view(torch.bfloat16).view(-1, 2)
+        return int(result(*halves.double()).to(torch.bfloat16).view(torch.int32).item())
+
+    return instruction
+
+
 def combined(a: int, b: int, c: int, table: int) -> int:
     assert table == 0xE2
     return a & b | c & ~b
 
 
-INSTRUCTIONS = {
+INSTRUCTIONS: dict[str, Callable[..., int]] = {
+    "mov.b32": int,
     "prmt.b32": permuted,
     "lop3.b32": combined,
     "shl.b32": int.__lshift__,
@@ -479,7 +494,8 @@ INSTRUCTIONS = {
     "and.b32": int.__and__,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "cvt.u32.u16": int,
-    "mul.bf16x2": lambda a, b: a,  # the factor is looked at by itself
+    "mul.bf16x2": paired(torch.mul),
+    "fma.rn.bf16x2": paired(lambda a, b, c: a * b + c),
 }
 
 
@@ -491,7 +507,7 @@ def run_assembly(text: str, registers: dict[str, int]) -> dict[str, int]:
         places = [part.strip(" {}") for part in rest.split(",")]
         if name in ("", ".reg"):
             continue
-        if name == "mov.b32":  # a register to two halves
+        if name == "mov.b32" and len(places) == 3:  # a register to two halves
             found[places[0]], found[places[1]] = found[places[2]] & 0xFFFF, found[places[2]] >> 16
         else:
             values = [found[place] if place in found else int(place, 0) for place in places[1:]]
@@ -505,7 +521,7 @@ def test_instructions_make_numbers_of_codes() -> None:
     words += [code * 0x11111111 for code in range(16)]
     for word in words:
         codes = [word >> 4 * i & 15 for i in range(8)]
-        found = run_assembly(hopper_mxfp4._DECODE, {"$8": word, "$9": 0})
+        found = run_assembly(hopper_mxfp4._DECODE, {"$8": word, "$9": 0x3F803F80})
         want = [(-1 if code & 8 else 1) * E2M1[code & 7] for code in (*codes[::2], *codes[1::2])]
         assert [as_bfloat16(found[f"${i}"]) * 2.0**126 for i in range(8)] == want
     for scales in ((0, 127), (64, 190), (113, 121)):
@@ -515,20 +531,65 @@ def test_instructions_make_numbers_of_codes() -> None:
             assert [as_bfloat16(half) for half in halves] == [2.0 ** (scale - 127 + 126 - 63)] * 2
 
 
+def operand_of(words: torch.Tensor, scale: int) -> list[float]:
+    """A group's words [4, own], four threads' own ones, as the tensor cores take them with scale and zero point `scale`, times 64."""
+    zeros = run_assembly(hopper_int4._ZEROS, {"$1": scale})["$0"]
+    numbers = [0.0] * (8 * words.numel())
+    for thread, own in enumerate(words.tolist()):
+        for i, word in enumerate(own):
+            found = run_assembly(hopper_int4._DECODE, {"$8": word & 0xFFFFFFFF, "$9": zeros})
+            for j in range(8):  # two numbers of either half of 16 columns, of two products
+                place = (2 * i + j // 4) * 16 + j // 2 % 2 * 8 + 2 * thread + j % 2
+                numbers[place] = as_bfloat16(found[f"${j}"]) * 64
+    return numbers
+
+
+@pytest.mark.parametrize("group_size", hopper_int4.GROUP_SIZES)
+def test_words_of_integers_become_numbers_in_the_order_of_the_rows(group_size: int, device: torch.device) -> None:
+    """Every code with every zero point, and at every place of a word."""
+    generator = torch.Generator().manual_seed(0)
+    for zero in (*range(17), 255):
+        codes = torch.randint(0, 16, (1, group_size), generator=generator)
+        codes[0, zero % 16 :: 2] = torch.arange(group_size)[: codes[0, zero % 16 :: 2].numel()] % 16
+        packed = torch.empty(1, group_size // 2, dtype=torch.uint8)
+        put_codes(codes, packed)
+        scale = int(pack_scales(torch.tensor([[0.75]]), torch.tensor([[zero]])).item())
+        found = operand_of(packed.view(torch.int32).view(4, -1), scale)
+        want = hopper_int4.reordered((codes - zero).to(device, torch.bfloat16), group_size)
+        assert found == want.flatten().tolist()
+
+
+def test_rows_are_reordered_within_groups(device: torch.device) -> None:
+    x = torch.arange(3 * 192, device=device).view(3, 192)[:, :128]
+    found = hopper_int4.reordered(x.to(torch.float32), 64).long()
+    assert torch.equal(found.unflatten(1, (2, 64)).sort().values.flatten(1), x)
+    assert (found[0, :8] % 64).tolist() == [0, 2, 8, 10, 32, 34, 40, 42]  # four threads have the words of 8 bytes each
+
+
 def as_bfloat16(bits: int) -> float:
     return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double().item()
 
 
+FORMS_OF_HOPPER = {
+    "mxfp4": {"weight_format": "mxfp4", "activation": "swiglu_oai", "limit": 0.5, "has_bias": True},
+    "int4": {
+        "weight_format": "int4_grouped", "group_size": 64, "activation": "swiglu_oai", "limit": 0.5, "has_bias": True,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("num_tokens, is_taken", [(40, True), (3, True), (1, False)])
-def test_products_of_some_tokens_in_mxfp4_on_hopper(
-    num_tokens: int, is_taken: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", FORMS_OF_HOPPER)
+def test_products_of_some_tokens_in_four_bits_on_hopper(
+    name: str, num_tokens: int, is_taken: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With torch in place of the product, which is for Hopper alone: what it is given, and in which order its rows are."""
     calls: list[tuple[int, str | None, float | None]] = []
-    places = torch.tensor(ORDER, device=device)
-
-    def in_order(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        return rows.unflatten(1, (-1, 16))[:, :, order].flatten(1)
+    is_int4 = name == "int4"
+    numbers = torch.arange(64, device=device)[None].float()
+    places = (hopper_int4.reordered(numbers, 64) if is_int4 else in_order(numbers, torch.tensor(ORDER, device=device)))[
+        0
+    ].long()
 
     def multiply(
         x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, share: torch.Tensor, out: torch.Tensor,
@@ -539,7 +600,7 @@ def test_products_of_some_tokens_in_mxfp4_on_hopper(
         x = in_order(x, places.argsort()).float()
         for expert, count in enumerate(counts.tolist()):
             pairs = order[expert, :count].long()
-            matrix = decode_mxfp4(weight[expert], scale[expert])
+            matrix = (decode_int4 if is_int4 else decode_mxfp4)(weight[expert], scale[expert]).float()
             rows = x[pairs // top_k] @ matrix.T + bias[expert].float()
             if activation is None:
                 out[pairs] = (rows * share.flatten()[pairs][:, None]).to(out.dtype)
@@ -548,27 +609,69 @@ def test_products_of_some_tokens_in_mxfp4_on_hopper(
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
                 out[pairs] = in_order((gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(out.dtype), places)
 
-    monkeypatch.setattr(hopper_mxfp4, "experts_product", multiply)
-    form = {"weight_format": "mxfp4", "activation": "swiglu_oai", "limit": 0.5, "has_bias": True}
+    monkeypatch.setattr(hopper_int4 if is_int4 else hopper_mxfp4, "experts_product", multiply)
     routing = RoutingSpec(num_experts=12, top_k=3)
-    needs, tensors, x, slots = moe_case(device, routing, num_tokens, torch.bfloat16, sizes=(192, 128), **form)
+    case = moe_case(device, routing, num_tokens, torch.bfloat16, sizes=(192, 128), **FORMS_OF_HOPPER[name])
 
     class Decoded(TritonMoe):
         @staticmethod
         def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
             op = TritonMoe.bind(needs, tensors)
-            op._is_mxfp4 = True  # type: ignore[attr-defined]
+            setattr(op, f"_is_{name}", True)
             return op
 
-    assert [hopper_mxfp4.can_multiply(*sizes) for sizes in ((2880, 320), (2880, 256), (2880, 288))] == [
-        True,
-        False,
-        False,
-    ]
-    check_moe(Decoded, needs, tensors, x, slots, tolerance=2e-2)
+    check_moe(Decoded, *case, tolerance=2e-2)
     assert calls == (
         [(32, "swiglu_oai", 0.5), (32, None, None)] if is_taken else []
     )  # of 12 experts 64 tokens have 16 pairs on average
+
+
+def test_sizes_that_are_decoded_where_they_are_multiplied() -> None:
+    in_mxfp4 = [hopper_mxfp4.can_multiply(*sizes) for sizes in ((2880, 320), (2880, 256), (2880, 288))]
+    assert in_mxfp4 == [True, False, False]
+    sizes = (
+        (2048, 768, 128),
+        (2048, 384, 128),
+        (2880, 288, 32),
+        (2880, 288, 64),
+        (2048, 256, 128),
+        (2048, 768, None),
+        (2048, 768, 256),
+    )
+    assert [hopper_int4.can_multiply(*size) for size in sizes] == [True, True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "form, is_taken",
+    [({"group_size": 32}, True), ({"group_size": 128}, False), ({}, False), ({"group_size": 32, "has_bias": True}, False),
+     ({"group_size": 32, "activation": "gelu"}, False), ({"group_size": 32, "weight_format": "int4_minima"}, False)],
+    ids=str,
+)  # fmt: skip
+def test_which_experts_in_int4_are_decoded_where_they_are_multiplied(
+    form: dict[str, Any], is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that were run on a device, by sizes that are multiples of the group."""
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.is_hopper", lambda device: True)
+    form = {"weight_format": "int4_grouped", **form}
+    for dtype, expected in ((torch.bfloat16, is_taken), (torch.float16, False)):
+        sizes = (512, 384) if form.get("group_size") != 128 else (512, 256)
+        needs, tensors, *_ = moe_case(
+            torch.device("cpu"), RoutingSpec(num_experts=6, top_k=2), 2, dtype, sizes=sizes, **form
+        )
+        assert TritonMoe.bind(needs, tensors)._is_int4 == expected  # type: ignore[attr-defined]
+
+
+def in_order(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Rows with each part of so many numbers in this order."""
+    return rows.unflatten(1, (-1, len(order)))[:, :, order].flatten(1)
+
+
+def decode_int4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """weight [rows, K / 2], bytes as those of `decode_mxfp4`; scale [rows, groups] int32 with zero points -> [rows, K] float64."""
+    blocks = weight.unflatten(1, (-1, 16)).long()
+    codes = torch.cat([blocks & 15, blocks >> 4], dim=2).flatten(1).unflatten(1, (scale.shape[1], -1))
+    factor = (scale & -256).view(torch.float32).double()
+    return ((codes - (scale & 255)[:, :, None]) * factor[:, :, None]).flatten(1)
 
 
 def decode_mxfp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -594,5 +697,77 @@ def test_experts_in_mxfp4_stay_near(
     for _ in range(2):
         op = TritonMoe.bind(needs, tensors)
         assert op._is_mxfp4  # type: ignore[attr-defined]
+        check_rows_are_near(op, needs, tensors, x, slots)
+        tensors.router.zero_()
+
+
+SIZES_IN_INT4 = [((2048, 768), 128), ((2048, 768), 32), ((2880, 1440), 32), ((704, 1088), 64), ((640, 384), 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [2, 9, 40, 128, 250, 512])
+@pytest.mark.parametrize("sizes, group_size", SIZES_IN_INT4, ids=str)
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_products_in_int4_are_those_of_float64(
+    has_zeros: bool, sizes: tuple[int, int], group_size: int, num_tokens: int, device: torch.device
+) -> None:
+    """Choices that are even, and the same for all tokens. Weights are exact: what is off is the rounding of results, of a row's norm."""
+    num_experts, top_k = 16, 4
+    hidden, size = sizes
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def integers(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randint(0, 256, (num_experts, rows, width // 2), dtype=torch.uint8, generator=generator)
+        scales = (torch.rand(num_experts, rows, width // group_size, generator=generator) + 0.5) * width**-0.5 / 4
+        zeros = torch.randint(0, 17, scales.shape, generator=generator) if has_zeros else torch.full(scales.shape, 8)
+        return codes.to(device), pack_scales(scales.bfloat16(), zeros).to(device)
+
+    gate_up, down = integers(2 * size, hidden), integers(hidden, size)
+    x = torch.randn(num_tokens, hidden, generator=generator).to(device, torch.bfloat16)
+    share = torch.rand(num_tokens * top_k, generator=generator).to(device) + 0.5
+    for is_even in (True, False):
+        scores = torch.rand(num_tokens if is_even else 1, num_experts, generator=generator)
+        chosen = scores.topk(top_k).indices.expand(num_tokens, top_k).flatten()
+        order = torch.zeros(num_experts, num_tokens, dtype=torch.int32)
+        for expert in range(num_experts):
+            pairs = (chosen == expert).nonzero().flatten()
+            order[expert, : len(pairs)] = pairs
+        counts = chosen.bincount(minlength=num_experts).to(device, torch.int32)
+        most_pairs = min(max(triton.next_power_of_2(2 * num_tokens * top_k // num_experts), 16), 64)
+        inner = torch.full((num_tokens * top_k, size), torch.nan, device=device, dtype=torch.bfloat16)
+        out = torch.full((num_tokens * top_k, hidden), torch.nan, device=device, dtype=torch.bfloat16)
+        pairs_of = order.to(device), counts
+        rows = hopper_int4.reordered(x, group_size)
+        hopper_int4.experts_product(rows, *gate_up, None, share, inner, *pairs_of, top_k, most_pairs, "silu")
+        hopper_int4.experts_product(inner, *down, None, share, out, *pairs_of, 1, most_pairs)
+        back = (
+            hopper_int4.reordered(torch.arange(group_size, device=device)[None].float(), group_size)[0].long().argsort()
+        )
+        inner = in_order(inner, back)
+        want_inner, want = inner.double(), out.double()
+        for expert in chosen.unique().tolist():
+            pairs = (chosen == expert).nonzero().flatten().to(device)
+            sums = x[pairs // top_k].double() @ decode_int4(gate_up[0][expert], gate_up[1][expert]).T
+            gate, up = sums.to(torch.bfloat16).double().chunk(2, dim=1)
+            want_inner[pairs] = (gate * torch.sigmoid(gate)).to(torch.bfloat16).double() * up
+            sums = inner[pairs].double() @ decode_int4(down[0][expert], down[1][expert]).T
+            want[pairs] = sums * share[pairs, None].double()
+        assert ((inner - want_inner).norm(dim=1) / want_inner.norm(dim=1)).max() < 0.005
+        assert ((out - want).norm(dim=1) / want.norm(dim=1)).max() < 0.002
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [2, 9, 128, 500])
+@pytest.mark.parametrize("sizes, group_size", [((2048, 768), 128), ((2880, 1440), 32)], ids=str)
+def test_experts_in_int4_stay_near(
+    sizes: tuple[int, int], group_size: int, num_tokens: int, device: torch.device
+) -> None:
+    """As `test_experts_in_mxfp4_stay_near`."""
+    form = {"weight_format": "int4_grouped", "group_size": group_size}
+    routing = RoutingSpec(num_experts=16, top_k=4)
+    needs, tensors, x, slots = moe_case(device, routing, num_tokens, torch.bfloat16, sizes=sizes, **form)
+    for _ in range(2):
+        op = TritonMoe.bind(needs, tensors)
+        assert op._is_int4  # type: ignore[attr-defined]
         check_rows_are_near(op, needs, tensors, x, slots)
         tensors.router.zero_()

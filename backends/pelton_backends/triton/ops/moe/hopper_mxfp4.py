@@ -8,7 +8,7 @@ exchanged between threads, and no decoded weight is written anywhere.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -25,7 +25,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.ops.moe.kernels import gated
+from pelton_backends.triton.ops.moe.hopper_tiles import (
+    Tiling,
+    as_left,
+    cells_of_rows,
+    column_of,
+    fetch_rows,
+    finished,
+    results_of,
+    row_of,
+    store,
+    tile_of,
+    words_layout,
+)
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -69,22 +81,6 @@ _FACTORS_ASM: gl.constexpr = gl.constexpr(
 )
 _NUMBERS: gl.constexpr = gl.constexpr((gl.bfloat16,) * 8)
 _CONSTRAINTS: gl.constexpr = gl.constexpr(",".join(["=h"] * 8 + ["r", "r"]))
-
-
-@gluon.constexpr_function
-def _next_power_of_2(count):
-    return 1 << (count - 1).bit_length()
-
-
-@gluon.constexpr_function
-def _words_layout(rows, warps, blocks):
-    """Words [rows, blocks, 4] of blocks of 32 codes: those that a thread's registers of the left operand are made of."""
-    registers = [[8, 0, 0]]
-    registers += [[0, 1 << i, 0] for i in range(blocks.bit_length() - 1)]
-    registers += [[16 * warps << i, 0, 0] for i in range((rows // (16 * warps)).bit_length() - 1)]
-    lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    across = [[16 << i, 0, 0] for i in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, across, [], [rows, blocks, 4])
 
 
 @gluon.constexpr_function
@@ -132,11 +128,11 @@ def _decoded(words, scales, LEFT: gl.constexpr, WARPS: gl.constexpr):
     """Words [M, B, 4] and scales [M, B] (two bfloat16 each) -> the left operand [M, 32 B]."""
     M: gl.constexpr = words.shape[0]
     B: gl.constexpr = words.shape[1]
-    WORDS: gl.constexpr = _words_layout(M, WARPS, B)
+    WORDS: gl.constexpr = words_layout(M, WARPS, B)
     words = gl.convert_layout(words, WORDS, assert_trivial=True)
     scales = gl.convert_layout(scales, gl.SliceLayout(2, WORDS), assert_trivial=True)
     words, scales = gl.broadcast(words, gl.expand_dims(scales, 2))
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+    numbers = gl.inline_asm_elementwise(
         _DECODE_ASM,
         _CONSTRAINTS,
         [words, scales],
@@ -144,30 +140,7 @@ def _decoded(words, scales, LEFT: gl.constexpr, WARPS: gl.constexpr):
         is_pure=True,
         pack=1,
     )
-    first = gl.join(gl.join(a, b), gl.join(c, d))  # [M, B, 4, number of a pair, half of 16]
-    second = gl.join(gl.join(e, f), gl.join(g, h))
-    numbers = gl.permute(gl.join(first, second), (0, 1, 5, 4, 2, 3))
-    return gl.convert_layout(gl.reshape(numbers, (M, 32 * B)), LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _tile_of(count_ptr, capacity, tile, E: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr):
-    """Return expert, first pair, and how many pairs the expert has, of a tile beyond the experts' first ones (`kernels.tile_of`)."""
-    BINS: gl.constexpr = _next_power_of_2(E)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    bins = gl.arange(0, BINS, LAYOUT)
-    counts = gl.load(count_ptr + bins, mask=bins < E, other=0)
-    further = gl.maximum((counts + N - 1) // N - 1, 0)
-    ends = gl.associative_scan(further, 0, _add)
-    expert = gl.sum((ends <= tile - E).to(gl.int32), 0)
-    begin = gl.sum(gl.where(bins == expert, ends - further, 0), 0)
-    count = gl.load(count_ptr + expert, mask=expert < E, other=0)
-    return expert, (tile - E - begin + 1) * N, gl.minimum(count, capacity)
+    return as_left(numbers, LEFT)
 
 
 @gluon.jit
@@ -186,17 +159,6 @@ def _fetch_weights(weights, cells, is_row, step, stage, K: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_rows(rows, cells, is_pair, step, stage, K: gl.constexpr):
-    """Start the copy of a step's numbers of x, two a word, [4, N, 32]."""
-    layout: gl.constexpr = cells.type.layout
-    word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, layout)))
-    chunk = step * _CHUNKS + gl.arange(0, _CHUNKS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    place = gl.expand_dims(gl.expand_dims(chunk, 1), 2) * 32 + gl.expand_dims(gl.expand_dims(word, 0), 0)
-    mask = gl.expand_dims(gl.expand_dims(is_pair, 0), 2) & (place < K // 2)
-    async_copy.async_copy_global_to_shared(rows.index(stage), cells + step * (_STEP // 2), mask)
-
-
-@gluon.jit
 def _factors(scales, LAYOUT: gl.constexpr):
     """Exponents, two a number [M, 4] -> two bfloat16 of each, [M, 8]."""
     M: gl.constexpr = scales.shape[0]
@@ -204,60 +166,6 @@ def _factors(scales, LAYOUT: gl.constexpr):
         _FACTORS_ASM, "=r,=r,h", [scales], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.convert_layout(gl.reshape(gl.join(first, second), (M, 8)), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _column_of(place, first, IS_GATED: gl.constexpr):
-    """Return the column of the result that a row of a tile is for. Of gate and up there are eight rows each in turns."""
-    if IS_GATED:
-        place = place // 16 * 8 + place % 8
-    return first + place
-
-
-@gluon.jit
-def _row_of(place, column, expert, SIZE: gl.constexpr, IS_GATED: gl.constexpr):
-    """Return a tile's row among all experts' rows of the weights; `column`: of `_column_of`."""
-    if IS_GATED:
-        row = expert.to(gl.int64) * (2 * SIZE) + column + place // 8 % 2 * SIZE
-    else:
-        row = expert.to(gl.int64) * SIZE + column
-    return row
-
-
-@gluon.jit
-def _store(
-    total, bias, share, out, order, first, expert, start, count,
-    SIZE: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr,
-):  # fmt: skip
-    """Store what a tile's sums [M, N] become, by pair: with the activation, or times the pair's weight. order: of the expert's pairs."""
-    M: gl.constexpr = total.shape[0]
-    N: gl.constexpr = total.shape[1]
-    IS_GATED: gl.constexpr = ACTIVATION is not None
-    COLUMNS: gl.constexpr = M // 2 if IS_GATED else M
-    dtype: gl.constexpr = out.dtype.element_ty
-    if bias is not None:
-        place = gl.arange(0, M, gl.SliceLayout(1, total.type.layout))
-        column = _column_of(place, first, IS_GATED)
-        cells = bias + _row_of(place, column, expert, SIZE, IS_GATED)
-        total += gl.load(cells, mask=column < SIZE, other=0.0).to(gl.float32)[:, None]
-    if IS_GATED:
-        gate, up = gl.split(gl.permute(gl.reshape(total, (M // 16, 2, 8, N)), (0, 2, 3, 1)))
-        gate, up = gl.reshape(gate, (COLUMNS, N)), gl.reshape(up, (COLUMNS, N))
-        result = gated(gate, up, LIMIT, ACTIVATION, dtype)
-    else:
-        result = total
-    layout: gl.constexpr = result.type.layout
-    at = start + gl.arange(0, N, gl.SliceLayout(0, layout))
-    is_pair = at < count
-    pairs = gl.load(order + at, mask=is_pair, other=0)
-    column = first + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
-    target = column
-    if IS_GATED:
-        target = _place_in_words(column)
-    else:
-        result = (result * gl.load(share + pairs, mask=is_pair, other=0.0)[None, :]).to(dtype)
-    cells = out + (pairs.to(gl.int64) * SIZE)[None, :] + target[:, None]
-    gl.store(cells, result, mask=is_pair[None, :] & (column < SIZE)[:, None], eviction_policy="evict_last")
 
 
 @gluon.jit(do_not_specialize=["capacity"])
@@ -276,7 +184,7 @@ def mxfp4_kernel(
     dtype: gl.constexpr = out.dtype.element_ty
     ACROSS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACROSS, 2)
-    WORDS: gl.constexpr = _words_layout(M, WARPS, 8)
+    WORDS: gl.constexpr = words_layout(M, WARPS, 8)
     OF_SCALES: gl.constexpr = _scales_layout(M, WARPS)
     COPIED: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
     GATHERED: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4, 8], [1, WARPS, 1], [2, 1, 0])
@@ -290,13 +198,13 @@ def mxfp4_kernel(
             gdc_wait()
     expert, start, count = tile, tile * 0, tile
     if tile >= E:
-        expert, start, count = _tile_of(count_ptr, capacity, tile, E, N, WARPS)
+        expert, start, count = tile_of(count_ptr, capacity, tile, E, N, WARPS)
         if start >= count:
             return
     place = gl.arange(0, M, gl.SliceLayout(1, COPIED))
-    column = _column_of(place, first, IS_GATED)
+    column = column_of(place, first, IS_GATED)
     word = gl.arange(0, _STEP // 8, gl.SliceLayout(0, COPIED))
-    weight_row = _row_of(place, column, expert, SIZE, IS_GATED)
+    weight_row = row_of(place, column, expert, SIZE, IS_GATED)
     weight_cells = weight + (weight_row * (WIDTH // 8))[:, None] + word[None, :]
     is_row = column < SIZE
     for i in gl.static_range(min(STAGES - 1, STEPS)):
@@ -310,22 +218,14 @@ def mxfp4_kernel(
             async_copy.wait_group(0)
             return
     order += expert.to(gl.int64) * capacity
-    at = start + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, GATHERED)))
-    is_pair = at < count
-    pairs = gl.load(order + at, mask=is_pair, other=0)
-    word = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, GATHERED)))
-    chunk = gl.arange(0, _CHUNKS, gl.SliceLayout(1, gl.SliceLayout(2, GATHERED)))
-    row_cells = x + gl.expand_dims(gl.expand_dims((pairs // K).to(gl.int64) * x_stride, 0), 2)
-    row_cells = (
-        row_cells + gl.expand_dims(gl.expand_dims(chunk * 32, 1), 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
-    )
+    row_cells, is_pair = cells_of_rows(x, order, start, count, x_stride, K, N, _CHUNKS, 32, GATHERED)
     for i in gl.static_range(min(STAGES - 1, STEPS)):
-        _fetch_rows(rows, row_cells, is_pair, i, i, WIDTH)
+        fetch_rows(rows, row_cells, is_pair, i, i, WIDTH)
         async_copy.commit_group()
     place = gl.arange(0, M, gl.SliceLayout(1, OF_SCALES))
-    column = gl.minimum(_column_of(place, first, IS_GATED), SIZE - 1)
+    column = gl.minimum(column_of(place, first, IS_GATED), SIZE - 1)
     scale = gl.arange(0, _STEP // 64, gl.SliceLayout(0, OF_SCALES))
-    scale_cells = weight_scale + (_row_of(place, column, expert, SIZE, IS_GATED) * SCALES)[:, None] + scale[None, :]
+    scale_cells = weight_scale + (row_of(place, column, expert, SIZE, IS_GATED) * SCALES)[:, None] + scale[None, :]
     next_scales = gl.load(scale_cells, mask=(scale < SCALES)[None, :], other=0)
     total = warpgroup_mma_init(gl.zeros((M, N), gl.float32, ACROSS))
     for step in range(STEPS):
@@ -339,7 +239,7 @@ def mxfp4_kernel(
         ahead = step + STAGES - 1
         if ahead < STEPS:
             _fetch_weights(weights, weight_cells, is_row, ahead, ahead % STAGES, WIDTH)
-            _fetch_rows(rows, row_cells, is_pair, ahead, ahead % STAGES, WIDTH)
+            fetch_rows(rows, row_cells, is_pair, ahead, ahead % STAGES, WIDTH)
         async_copy.commit_group()
         words = gl.reshape(weights.index(stage).load(_flat_words_layout(M, WARPS)), (M, 8, 4))
         words, scales = _quarters(gl.convert_layout(words, WORDS, assert_trivial=True)), _quarters(scales)
@@ -352,7 +252,10 @@ def mxfp4_kernel(
             total = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(total,)))
     total = warpgroup_mma_wait(0, deps=(total,)) * _UPWARDS
     async_copy.wait_group(0)
-    _store(total, bias, share, out, order, first, expert, start, count, SIZE, ACTIVATION, LIMIT)
+    result = finished(total, bias, first, expert, SIZE, ACTIVATION, LIMIT, dtype)
+    pairs, is_pair, column = results_of(result, order, start, count, first)
+    target = _place_in_words(column) if IS_GATED else column
+    store(result, pairs, is_pair, column, target, share, out, SIZE, IS_GATED)
 
 
 @triton.jit
@@ -381,16 +284,6 @@ def reordered(x: Tensor) -> Tensor:
         num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return out.view(x.dtype)
-
-
-class Tiling(NamedTuple):
-    """Tiles of `rows` of the weights by `pairs` of an expert's pairs, by `warps` warps, through `stages` buffers."""
-
-    rows: int
-    pairs: int
-    warps: int
-    stages: int
-    registers: int  # of a thread
 
 
 MOST_PAIRS = 64
