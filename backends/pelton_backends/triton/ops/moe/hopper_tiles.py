@@ -1,4 +1,4 @@
-"""What products of packed weights with some tokens' experts have in common on Hopper: tiles, copies of rows of x, and results.
+"""Parts that products of packed weights with some tokens' experts share on Hopper: tiles, copies of rows of x, and results.
 
 A tile is M rows of an expert's weights, the left operand, by N of its pairs. Its sums are [M, N].
 """
