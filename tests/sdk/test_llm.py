@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -441,6 +442,24 @@ def test_the_garbage_collector_does_not_look_while_the_device_waits(
     with pytest.raises(RequestError):
         generate(llm, [[1], []])
     assert gc.isenabled()
+
+
+def test_a_bad_prompt_is_refused_while_another_thread_has_the_engine(make: Make) -> None:
+    llm, is_held, may_go = make(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with llm.llm_engine.turn:
+            is_held.set()
+            may_go.wait(30)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert is_held.wait(30)
+    with pytest.raises(RequestError):
+        generate(llm, [[1], []])
+    assert other.is_alive() and gc.isenabled()
+    may_go.set()
+    other.join()
 
 
 # LLMEngine.

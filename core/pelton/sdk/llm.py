@@ -320,9 +320,13 @@ class LLM:
         """Make all, then add all, then step until all are done. Whatever interrupts it leaves nothing running."""
         engine = self.llm_engine
         outputs: dict[str, RequestOutput | PoolingRequestOutput[Any]] = {}
-        with engine.turn, ExitStack() as start:
+        with ExitStack() as turn, ExitStack() as start:
             start.enter_context(garbage.paused())  # it would look at every token of every prompt while the device waits
             requests = list(made)
+            if not engine.turn.acquire(blocking=False):
+                start.close()  # another thread's call may take long
+                engine.turn.acquire()
+            turn.callback(engine.turn.release)
             ids = [request.request_id for request in requests]
             bar = ProgressBar(title, len(requests)) if use_tqdm and requests else None
             try:

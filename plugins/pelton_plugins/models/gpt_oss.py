@@ -75,7 +75,7 @@ def _experts(config: BuildConfig, prefix: str, spec: ExpertsSpec) -> dict[str, n
     hf, parallel = config.hf, config.parallel
     count, hidden, whole, width = num_experts(hf), spec.hidden_size, hf.intermediate_size, spec.intermediate_size
     held = experts_here(spec, count)
-    first = 0 if width == whole else parallel.rank * width
+    first = 0 if config.has_whole_experts else parallel.rank * width
     matrices = {"gate_up": (len(held), 2 * width, hidden), "down": (len(held), hidden, width)}
     shapes: dict[str, tuple[int, ...]] = {"gate_up_bias": (len(held), 2 * width), "down_bias": (len(held), hidden)}
     if spec.weight_format == "plain":

@@ -35,12 +35,12 @@ def make_auto_round(config: EngineConfig, model: ResolvedModel) -> QuantizationM
         )
     layout = str(settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq")
     own = {name: found for name, found in (settings.get("extra_config") or {}).items() if isinstance(found, dict)}
-    kept = [name for name, found in own.items() if found.get("bits", 0) >= WHOLE_BITS]
+    kept = [name for name, found in own.items() if (found.get("bits") or 0) >= WHOLE_BITS]
     others = {name: found for name, found in own.items() if name not in kept and _differs(found, settings)}
     if "gptq" in layout:
         rules = {f"-:{_pattern(name)}": {} for name in kept}
         rules |= {f"+:{_pattern(name)}": found for name, found in others.items()}
-        has_head = own.get("lm_head", {}).get("bits", WHOLE_BITS) < WHOLE_BITS
+        has_head = (own.get("lm_head", {}).get("bits") or WHOLE_BITS) < WHOLE_BITS
         return GPTQWeights({**settings, "desc_act": False, "dynamic": rules, "lm_head": has_head})
     if "awq" in layout:
         if others:
@@ -61,5 +61,7 @@ def _differs(found: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 
 def _pattern(name: str) -> str:
-    """`extra_config` has names, and in newer checkpoints regular expressions, which begin or end with anything."""
-    return f"{name if '*' in name else re.escape(name)}$"
+    """`extra_config` has names, and in newer checkpoints regular expressions, which fit anywhere in a name."""
+    if not any(character in name for character in "*+?^$()[]{}|\\"):
+        return f"{re.escape(name)}$"
+    return f".*(?:{name})"

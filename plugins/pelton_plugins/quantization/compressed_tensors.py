@@ -100,6 +100,11 @@ class _Experts:
         method = self._method.method_of(shard)
         return None if method is None else method.experts.form(shard)
 
+    def group_rows(self, shard: LinearShard) -> int:
+        """See `BlockExperts`."""
+        method = self._method.method_of(shard)
+        return method.experts.group_rows(shard) if isinstance(method, _Fp8Blocks) and method.experts is not None else 1
+
     def block(self, shard: LinearShard) -> BlockKind | None:
         method = self._method.method_of(shard)
         return method.experts.block(shard) if isinstance(method, GroupedWeights) else None
@@ -264,7 +269,16 @@ def _method(name: str, group: Mapping[str, Any], form: str | None) -> _Method:
         _check_float(name, weights)
         if weights.get("strategy") == "block":
             _check_block_inputs(name, group.get("input_activations"))
-            return _Fp8Blocks(weights.get("block_structure") or ())
+            block = weights.get("block_structure")
+            if not (
+                isinstance(block, list)
+                and len(block) == 2
+                and all(isinstance(size, int) and size > 0 for size in block)
+            ):
+                raise ConfigError(
+                    f"config.json's quantization_config has block_structure {block!r} ({name}); expected two sizes, such as [128, 128]."
+                )
+            return _Fp8Blocks(block)
         return _Fp8(_rounding(name, group.get("input_activations")))
     if form in PACKED_FORMATS:
         if group.get("input_activations"):

@@ -273,7 +273,7 @@ class BlockFp8:
 
 def left_out(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the modules that config.json's quantization_config leaves in the checkpoint's dtype."""
-    return tuple(settings.get("ignored_layers") or settings.get("modules_to_not_convert") or ())
+    return (*(settings.get("ignored_layers") or ()), *(settings.get("modules_to_not_convert") or ()))
 
 
 def make_fp8(config: EngineConfig, model: ResolvedModel) -> QuantizationMethod:

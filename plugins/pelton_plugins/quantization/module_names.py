@@ -10,19 +10,30 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+from pelton.errors import ConfigError
+
 _TEXT, _MODEL, _PATTERN = "language_model.", "model.", "re:"
+_OTHER_PARTS = ("visual", "vision_tower", "vision_model", "audio_tower", "projector")
+"""Of a checkpoint that reads images or sound."""
 
 
 def spellings(name: str) -> tuple[str, ...]:
     """Return the names that checkpoints have for the matrix `name`."""
+    if any(f"{part}." in name for part in _OTHER_PARTS):
+        return (name,)
     plain = name.replace(_TEXT, "", 1)
     inner = (f"{_MODEL}{_TEXT}{plain.removeprefix(_MODEL)}",) if plain.startswith(_MODEL) else ()
     return (plain, f"{_TEXT}{plain}", *inner)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a regular expression fits the beginning of the matrix's name."""
-    return any(re.match(pattern, spelling) for spelling in spellings(name))
+    """Return whether a regular expression fits the beginning of the matrix's name. Raises `ConfigError` where it is none."""
+    try:
+        return any(re.match(pattern, spelling) for spelling in spellings(name))
+    except re.error as error:
+        raise ConfigError(
+            f"config.json's quantization_config names modules by {pattern!r}, which is no regular expression: {error}."
+        ) from None
 
 
 def is_part_of(name: str, modules: Sequence[str]) -> bool:

@@ -88,7 +88,9 @@ class Admission:
             is_late = (
                 step.hashes_late
                 and len(request.block_hashes) <= 1
-                and len(request.token_ids) >= 2 * hasher.block_size
+                and len(request.token_ids)
+                >= 2 * hasher.block_size
+                > 2  # of one token a first share may fill a block: see `may_wait`
                 and request.grammar is None
             )
             request.extend_hashes(hasher, only_first=is_late)

@@ -146,11 +146,14 @@ class StepResults:
 
     def may_wait(self) -> bool:
         """Return whether `filled` may wait until the open step's result is taken in: prompts that end in it. Its launch needs the
-        interpreter now, and whoever finds the first block of one of them has all cached. Not where one may be preempted: it would not
-        find its own blocks."""
-        if not self.late or self._kv.num_free_blocks < 2 * len(self._table.running):
+        interpreter now, and whoever finds the first block of one of them has all cached.
+
+        Not where a prompt goes on: its last token may be a row of the next step alone, which fills a block while another that has found
+        it reads (`is_cached_later`), or its blocks may cost another one its own, which could not be found again yet."""
+        running = self._table.running
+        if not self.late or self._kv.num_free_blocks < 2 * len(running):
             return False
-        return all(request.is_in_decode for request in self.filled)
+        return all(one.is_in_decode for one in running) and all(one.num_pending for one in self.filled)
 
     def cache_filled(self) -> None:
         """Cache the full blocks that the last step has left. Before the next step is scheduled, but for `may_wait`, or taken in."""

@@ -31,6 +31,7 @@ MLX = {"group_size": 64, "bits": 4}
             {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}},
             {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}},
         ),
+        ({}, {"hf_quant_config.json": {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}}, None),
     ],
 )
 def test_where_quantization_is_stated(

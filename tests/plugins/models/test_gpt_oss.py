@@ -30,7 +30,7 @@ def rank_of_experts(
     )
     hf.get = lambda name, default=None: getattr(hf, name, default)
     parallel = SimpleNamespace(rank=rank, size=size)
-    config: Any = SimpleNamespace(hf=hf, parallel=parallel, weights=WeightMap(), empty=empty)
+    config: Any = SimpleNamespace(hf=hf, parallel=parallel, weights=WeightMap(), empty=empty, has_whole_experts=False)
     width = -(-whole // (size * gpt_oss._PART)) * gpt_oss._PART
     spec = ExpertsSpec(
         hidden_size=hidden,
@@ -46,9 +46,10 @@ def rank_of_experts(
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_have_whole_blocks_of_experts_in_four_bits(size: int) -> None:
+@pytest.mark.parametrize("whole", [64, 160])
+def test_ranks_have_whole_blocks_of_experts_in_four_bits(whole: int, size: int) -> None:
     """160 numbers of an expert: two ranks have 128 and 32, three and four 64, 64 and 32, the last of four nothing, and zeros behind."""
-    count, whole, hidden = 3, 160, 64
+    count, hidden = 3, 64
     draw = torch.Generator().manual_seed(size)
 
     def numbers(*shape: int) -> torch.Tensor:

@@ -311,6 +311,7 @@ def changed(**group):
     [
         pytest.param(compressed("channel", "token", format="marlin-24"), "the format 'marlin-24'", id="format"),
         pytest.param(compressed("block", "tensor"), "dynamic False .*beside weights in blocks served is float, 8, dynamic", id="blocks"),
+        pytest.param(compressed("block", None), r"has block_structure None \(group_0\); expected two sizes", id="block-sizes"),
         pytest.param(compressed("channel", "token", transform_config={"config_groups": {}}), "has a transform_config", id="transform"),
         pytest.param({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'; served are 'FP8'", id="modelopt"),
         pytest.param(quark("per_tensor", is_dynamic=False, weight="fp4"), r"weight \('fp4', 'per_tensor', False\)", id="quark"),
@@ -360,6 +361,7 @@ def test_modules_are_left_out_by_name():
         assert is_part_of(f"language_model.model.layers.{name}", modules)
     for name in ("11.mlp.up_proj", "21.mlp.up_proj", "5.o_proj.x", "33.mlp.up_proj", "14.mlp.up_proj"):
         assert not is_part_of(f"model.layers.{name}", modules)
+    assert not is_part_of("model.visual.blocks.4.attn.qkv", ["re:.*language_model.*"])
 
 
 def test_of_two_groups_the_one_that_names_a_matrix_counts():

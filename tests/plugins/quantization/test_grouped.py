@@ -140,7 +140,7 @@ DYNAMIC = {"lm_head": {}, "-:.*down_proj": {}, r"+:.*\.(o|v)_proj": {"bits": 8, 
 AUTO_ROUND = {
     "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int", "packing_format": "auto_round:auto_gptq",
     "extra_config": {
-        "model.layers.0.mlp.down_proj": {"bits": 16, "data_type": "float"}, ".*layers.1.*down_proj": {"bits": 16},
+        "model.layers.0.mlp.down_proj": {"bits": 16, "data_type": "float"}, r"layers\.[1]\.mlp\.down_proj": {"bits": 16},
         **{f"model.layers.{layer}.self_attn.{one}_proj": {"bits": 8, "group_size": -1} for layer in (0, 1) for one in "ov"},
     },
 }  # fmt: skip
@@ -218,6 +218,7 @@ REFUSED = [
     pytest.param(Form("gptq", settings={"bits": 3}), r"bits 3; served are 4, 8", id="bits-3"),
     pytest.param(Form("gptq", settings={"checkpoint_format": "marlin"}), r"checkpoint_format 'marlin'", id="layout"),
     pytest.param(Form("gptq", settings={"dynamic": {"+:.*": {"bits": 3}}}), r"gptq, dynamic '\+:\.\*'\) has bits 3", id="dynamic"),
+    pytest.param(Form("gptq", settings={"dynamic": {"+:*mlp": {"bits": 8}}}), r"modules by '\*mlp', which is no regular", id="expression"),
     pytest.param(Form("gptq", settings=AUTO_ROUND | {"data_type": "mx_fp"}), "data_type 'mx_fp'; served is 'int'", id="auto-round-type"),
     pytest.param(
         Form("gptq", settings=AUTO_ROUND | {"packing_format": "auto_round:other"}), "packing_format 'auto_round:other'", id="auto-round"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from pelton.config import SchedulerConfig
 from pelton.kv_cache.hashing import BlockHasher
 from pelton.messages.outputs import FinishReason
 from pelton.testing.scheduler import Harness, make_request
@@ -181,3 +182,38 @@ def test_a_request_with_a_grammar_has_all_hashes():
     harness.scheduler._table.requests["a"].grammar = object()
     harness.scheduler.schedule()
     assert num_hashes(harness, "a") == 3
+
+
+def test_a_prompt_of_which_a_token_is_left_is_found_as_far_as_it_is_computed():
+    """Its last token is a row of the step in which another finds it, and fills a block that must not be read there."""
+    harness = started(max_num_batched_tokens=7)
+    prompt = [*range(1, 9)]
+    harness.add(make_request("a", prompt, 4))
+    harness.launch()
+    harness.add(make_request("c", [*prompt, 30], 4))
+    step = harness.launch()
+    assert [row.num_computed_tokens for row in step.new] == [4]
+    harness.run_and_check()
+
+
+def test_first_tokens_that_are_blocks_are_not_read_in_the_step_that_fills_them():
+    harness = started(block_size=1, num_blocks=64, config=SchedulerConfig(long_prefill_token_threshold=1))
+    harness.add(make_request("a", [1, 2, 3], 2))
+    harness.add(make_request("b", [1, 9], 2))
+    step = harness.launch()
+    assert [row.num_computed_tokens for row in step.new] == [0, 0]
+    harness.run_and_check()
+
+
+def test_one_that_gives_up_its_blocks_for_a_prompt_in_chunks_finds_them_again():
+    config = SchedulerConfig(long_prefill_token_threshold=24)
+    harness = started(max_num_batched_tokens=64, num_blocks=23, max_num_seqs=4, config=config)
+    harness.add(make_request("long", 76, 1))
+    harness.launch()
+    harness.retire()
+    harness.add(make_request("a", [41 + i % 5 for i in range(16)], 4))
+    harness.run_and_check()
+    admitted = [
+        row.num_computed_tokens for step in harness.executor.outputs for row in step.new if row.request_id == "a"
+    ]
+    assert admitted == [0, 12]

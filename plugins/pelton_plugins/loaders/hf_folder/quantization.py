@@ -30,7 +30,9 @@ def _found(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
         return {METHOD: _method(config, stated), **stated}
     for name, method in FILES.items():
         if (folder / name).is_file():
-            return {METHOD: method, **read_json(folder / name)}
+            stated = read_json(folder / name)
+            is_of_weights = method != "modelopt" or (stated.get("quantization") or stated).get("quant_algo") is not None
+            return {METHOD: method, **stated} if is_of_weights else None  # else of the cache alone
     return None
 
 
