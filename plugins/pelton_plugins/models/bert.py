@@ -6,7 +6,6 @@ T tokens, H hidden size. A text's tokens see each other in both directions, so a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -17,13 +16,12 @@ from pelton.layers.embedding import VocabEmbedding
 from pelton.layers.encoder import WholeLinear
 from pelton.layers.pooler import Pooler
 from pelton.model.build import BuildConfig
-from pelton.model.interface import PooledRows
-from pelton.model.loading import LazyWeight
 from pelton_plugins.models.encoder_attention import EncoderAttention
 from pelton_plugins.models.encoder_layers import (
     ActivatedLinear,
     EmbeddingParts,
     EncoderLayers,
+    EncoderModel,
     LayerNorm,
     LayerParts,
     Table,
@@ -98,7 +96,7 @@ class BertLayer(nn.Module):
         )  # fmt: skip
 
 
-class BertModel(nn.Module):
+class BertModel(EncoderModel):
     """Hidden states for vectors."""
 
     inner: ClassVar[str] = ""
@@ -107,8 +105,7 @@ class BertModel(nn.Module):
     """Heads of training that no vector is made by."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        super().__init__()
-        self.weights = config.weights
+        super().__init__(config=config)
         base = f"{prefix}{self.inner}"
         for pattern in self.ignored:
             config.weights.ignore(pattern)
@@ -124,16 +121,6 @@ class BertModel(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         hidden: Tensor = self.layers(self.embeddings, batch)
         return hidden
-
-    def pool(self, hidden: Tensor, rows: PooledRows) -> list[Tensor | None]:
-        found: list[Tensor | None] = self.pooler(self, hidden, rows)
-        return found
-
-    def hidden_states(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        return hidden if rows is None else hidden[rows]
-
-    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
-        return self.weights.load(weights)
 
     def first_position(self, config: BuildConfig) -> int:
         """Return the position of a prompt's first token."""

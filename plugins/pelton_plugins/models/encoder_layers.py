@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -16,8 +16,32 @@ from pelton.ops.interface import AddNorm, AddNormNeeds, AddNormTensors, Embed, L
 
 if TYPE_CHECKING:
     from pelton.attention.metadata import ForwardBatch
+    from pelton.layers.pooler import Pooler
     from pelton.model.build import BuildConfig
+    from pelton.model.interface import PooledRows
+    from pelton.model.loading import LazyWeight
     from pelton_plugins.models.encoder_attention import EncoderAttention
+
+
+class EncoderModel(nn.Module):
+    """A model of hidden states for vectors: a subclass makes `pooler` and computes the states."""
+
+    pooler: Pooler
+
+    def __init__(self, *, config: BuildConfig) -> None:
+        super().__init__()
+        self.weights = config.weights
+
+    def pool(self, hidden: Tensor, rows: PooledRows) -> list[Tensor | None]:
+        found: list[Tensor | None] = self.pooler(self, hidden, rows)
+        return found
+
+    def hidden_states(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the states [n, H] of the tokens `rows` [n], or of all."""
+        return hidden if rows is None else hidden[rows]
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return self.weights.load(weights)
 
 
 class LayerNorm(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -14,11 +12,9 @@ from pelton.layers.encoder import WholeLinear
 from pelton.layers.norm import RMSNorm
 from pelton.layers.pooler import Pooler
 from pelton.model.build import BuildConfig
-from pelton.model.interface import PooledRows
-from pelton.model.loading import LazyWeight
 from pelton.ops.interface import AddNorm, AddNormNeeds, AddNormTensors, NormSpec
 from pelton_plugins.models.encoder_attention import EncoderAttention
-from pelton_plugins.models.encoder_layers import activation
+from pelton_plugins.models.encoder_layers import EncoderModel, activation
 from pelton_plugins.models.gemma3 import Gemma3DecoderLayer, is_local_layer, rope_of_kind
 from pelton_plugins.models.moe import check_fields
 
@@ -87,11 +83,11 @@ class Gemma3EncoderLayer(nn.Module):
         return torch.cat([self.q_norm(query), self.k_norm(key), value], dim=1).flatten(1)
 
 
-class Gemma3TextModel(nn.Module):
+class Gemma3TextModel(EncoderModel):
     """Hidden states for vectors."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        super().__init__()
+        super().__init__(config=config)
         hf = config.hf
         if not hf.get("use_bidirectional_attention"):
             raise ConfigError(
@@ -99,7 +95,6 @@ class Gemma3TextModel(nn.Module):
                 "served, which has true. Use a checkpoint of Gemma3ForCausalLM for vectors by tokens that see those before them alone."
             )
         check_fields(hf, attn_logit_softcapping=None)
-        self.weights = config.weights
         self.word = VocabEmbedding(
             hf.vocab_size, hf.hidden_size, config=config, prefix=f"{prefix}embed_tokens", scale=hf.hidden_size**0.5
         )
@@ -116,13 +111,6 @@ class Gemma3TextModel(nn.Module):
             hidden = layer(hidden, batch)
         return hidden
 
-    def pool(self, hidden: Tensor, rows: PooledRows) -> list[Tensor | None]:
-        found: list[Tensor | None] = self.pooler(self, hidden, rows)
-        return found
-
     def hidden_states(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         states: Tensor = self.norm(hidden if rows is None else hidden[rows])
         return states
-
-    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
-        return self.weights.load(weights)

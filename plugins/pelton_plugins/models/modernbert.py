@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -13,10 +13,8 @@ from pelton.layers.encoder import WholeLinear
 from pelton.layers.pooler import Pooler
 from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig, HFConfig
-from pelton.model.interface import PooledRows
-from pelton.model.loading import LazyWeight
 from pelton_plugins.models.encoder_attention import EncoderAttention
-from pelton_plugins.models.encoder_layers import LayerNorm, activation
+from pelton_plugins.models.encoder_layers import EncoderModel, LayerNorm, activation
 
 LOCAL = "sliding_attention"
 _THETAS = {LOCAL: ("local_rope_theta", 10_000.0), "full_attention": ("global_rope_theta", 160_000.0)}
@@ -84,7 +82,7 @@ class ModernBertLayer(nn.Module):
         return hidden + self.down(self.activation(up) * gate)
 
 
-class ModernBertModel(nn.Module):
+class ModernBertModel(EncoderModel):
     """Hidden states for vectors."""
 
     inner: ClassVar[str] = ""
@@ -93,9 +91,8 @@ class ModernBertModel(nn.Module):
     """Heads of training that no vector is made by."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
-        super().__init__()
+        super().__init__(config=config)
         hf, base = config.hf, f"{prefix}{self.inner}"
-        self.weights = config.weights
         for pattern in self.ignored:
             config.weights.ignore(pattern)
         self.word = VocabEmbedding(
@@ -115,16 +112,9 @@ class ModernBertModel(nn.Module):
             hidden = layer(hidden, batch)
         return hidden
 
-    def pool(self, hidden: Tensor, rows: PooledRows) -> list[Tensor | None]:
-        found: list[Tensor | None] = self.pooler(self, hidden, rows)
-        return found
-
     def hidden_states(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         states: Tensor = self.final_norm(hidden if rows is None else hidden[rows])
         return states
-
-    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
-        return self.weights.load(weights)
 
 
 class ModernBertForMaskedLM(ModernBertModel):

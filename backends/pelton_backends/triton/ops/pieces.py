@@ -68,6 +68,16 @@ def e4m3_scale(largest, BOUND: tl.constexpr):
 
 
 @triton.jit
+def sum_of_two_powers(largest):
+    """Return the factors that rows have before their numbers become sums of two in e4m3, and one by each: powers of two, by which the
+    rows' largest numbers become 128 to 256. NaN for a row that has an infinite number."""
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    power = tl.where(exponent == 255, 0x7FC00000, tl.minimum(261 - exponent, 253) << 23)
+    inverse = tl.maximum(exponent - 7, 1) << 23
+    return power.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     """activation(gate) * up in `dtype`; gate and up float32 that hold numbers of `dtype`. Rounded before the product
     and after it."""

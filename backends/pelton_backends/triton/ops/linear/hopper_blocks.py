@@ -34,7 +34,7 @@ from pelton_backends.triton.ops.linear.hopper_split_k import (
     store_split,
 )
 from pelton_backends.triton.ops.linear.large_batch import add_norm_row, kept_policy
-from pelton_backends.triton.ops.pieces import Norm, empty_rows
+from pelton_backends.triton.ops.pieces import Norm, empty_rows, sum_of_two_powers
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -55,14 +55,12 @@ def _store_split(x, out_ptr, inverse_ptr, row, SIZE: tl.constexpr, BLOCK: tl.con
     """Store x [BLOCK] times a power of two as first numbers and then second ones, and one by the power: see `moe.split`."""
     x = x.to(tl.float32)
     columns = tl.arange(0, BLOCK)
-    exponent = tl.max(tl.abs(x)).to(tl.int32, bitcast=True) >> 23
-    power = tl.where(exponent == 255, 0x7FC00000, tl.minimum(261 - exponent, 253) << 23)
-    x *= power.to(tl.float32, bitcast=True)
+    power, inverse = sum_of_two_powers(tl.max(tl.abs(x)))
+    x *= power
     high = x.to(tl.float8e4nv)
     target = out_ptr + row * (2 * SIZE) + columns
     tl.store(target, high, mask=columns < SIZE, eviction_policy=KEPT)
     tl.store(target + SIZE, (x - high.to(tl.float32)).to(tl.float8e4nv), mask=columns < SIZE, eviction_policy=KEPT)
-    inverse = (tl.maximum(exponent - 7, 1) << 23).to(tl.float32, bitcast=True)
     tl.store(inverse_ptr + row, inverse, eviction_policy=KEPT)
 
 

@@ -127,12 +127,10 @@ def _of_rows(inverse, source, tile_rows, tile, INDEX: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def _scales_at(weight_scale, row, other_row, block, BLOCKS: gl.constexpr):
-    """Return the scales of a block of columns of two rows, none of them 0: sums are divided by them."""
-    first, second = gl.load(weight_scale + row * BLOCKS + block), gl.load(weight_scale + other_row * BLOCKS + block)
-    return gl.where(gl.abs(first) < _LEAST_SCALE, _LEAST_SCALE, first), gl.where(
-        gl.abs(second) < _LEAST_SCALE, _LEAST_SCALE, second
-    )
+def _scale_at(weight_scale, row, block, BLOCKS: gl.constexpr):
+    """Return the scale of a row's block of columns, not 0: sums are divided by it."""
+    scale = gl.load(weight_scale + row * BLOCKS + block)
+    return gl.where(gl.abs(scale) < _LEAST_SCALE, _LEAST_SCALE, scale)
 
 
 @gluon.jit
@@ -178,7 +176,9 @@ def _multiply(
             other_row = scale_row + (
                 size if ACTIVATION is not None else gl.minimum(_HALF, size - 1 - column * _COLUMNS)
             )
-            unit, other_unit = _scales_at(weight_scale, scale_row, other_row, 0, BLOCKS)
+            unit, other_unit = (
+                _scale_at(weight_scale, scale_row, 0, BLOCKS), _scale_at(weight_scale, other_row, 0, BLOCKS)
+            )  # fmt: skip
             is_first = gl.arange(0, _COLUMNS, gl.SliceLayout(0, LAYOUT)) < _HALF
         for _ in range(steps, num_steps):
             mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
@@ -191,7 +191,8 @@ def _multiply(
             if source is not None:
                 fence_async_shared()  # threads wrote these rows, not the copy engine
             if BLOCKS > 1:
-                coming, other_coming = _scales_at(weight_scale, scale_row, other_row, k, BLOCKS)
+                coming = _scale_at(weight_scale, scale_row, k, BLOCKS)
+                other_coming = _scale_at(weight_scale, other_row, k, BLOCKS)
                 sums = warpgroup_mma_wait(0, deps=(total,))
                 gl.thread_barrier()  # every warp is done with the step before
                 mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)

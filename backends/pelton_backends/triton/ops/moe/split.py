@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.ops.pieces import sum_of_two_powers
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -49,14 +50,12 @@ def split_kernel(
     numbers = tl.load(x_ptr + (row.to(tl.int64) * x_stride)[:, None] + lane[None, :], mask=mask, other=0.0).to(
         tl.float32
     )
-    exponent = tl.max(tl.abs(numbers), 1).to(tl.int32, bitcast=True) >> 23
-    power = tl.where(exponent == 255, 0x7FC00000, tl.minimum(261 - exponent, 253) << 23)
-    numbers *= power.to(tl.float32, bitcast=True)[:, None]
+    power, inverse = sum_of_two_powers(tl.max(tl.abs(numbers), 1))
+    numbers *= power[:, None]
     high = numbers.to(tl.float8e4nv)
     target = out_ptr + (row.to(tl.int64) * (2 * K))[:, None] + lane[None, :]
     tl.store(target, high, mask=mask)
     tl.store(target + K, (numbers - high.to(tl.float32)).to(tl.float8e4nv), mask=mask)
-    inverse = (tl.maximum(exponent - 7, 1) << 23).to(tl.float32, bitcast=True)
     tl.store(inverse_ptr + row, inverse, mask=row < num_rows)
 
 
