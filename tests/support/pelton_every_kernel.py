@@ -13,7 +13,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,10 +45,11 @@ from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.prefill_hopper import HopperPrefill
 from pelton_backends.triton.ops import embed, inputs, pinned
 from pelton_backends.triton.ops import logits as head
-from pelton_backends.triton.ops.linear import coded, fp8_blocks, grouped, grouped_vocab, large_batch, split_k
+from pelton_backends.triton.ops.linear import coded, fp8, fp8_blocks, grouped, grouped_vocab, large_batch, split_k
 from pelton_backends.triton.ops.lora import gemv as lora_gemv
 from pelton_backends.triton.ops.lora import linear as lora
 from pelton_backends.triton.ops.moe import experts, normed
+from pelton_backends.triton.ops.pieces import Norm
 from pelton_platforms.device.steps.batch_state import BatchState
 from pelton_platforms.gpu.peers import kernels, norm_kernel
 
@@ -257,6 +258,12 @@ def mixture() -> None:
         op = normed.FewAddNormMoe.bind(behind, AddNormMoeTensors(case.norm, tensors))
         for rows in (1, 64):
             op(x[:rows], None if options else x[:rows].clone(), slots[:rows])
+        op.read_by(lambda num_tokens: SimpleNamespace(takes_unsummed=True))
+        norm = Norm(case.norm, case.norm_spec.eps, case.norm_spec.unit_offset)
+        sums, _, residual = op(x, x.clone(), slots)
+        large_batch.add_norm(sums, residual, case.norm, case.norm_spec)
+        sums, _, residual = op(x, x.clone(), slots)
+        fp8.add_norm_rounded(sums, residual, norm, None, None, None)
 
 
 def ranks() -> None:

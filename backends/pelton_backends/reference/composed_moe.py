@@ -26,4 +26,6 @@ class ComposedAddNormMoe(Composed):
             x, residual = add_norm(hidden, residual)
             return moe(x, slot_mapping), x, residual
 
+        if hasattr(moe, "read_by"):
+            add_norm_moe.read_by = moe.read_by  # type: ignore[attr-defined]
         return add_norm_moe

@@ -1,8 +1,7 @@
 """Matrices of a decoder layer, merged and sharded when they are made.
 
 Each keeps one rank's rows or columns. The call is one fused op: the norm before it, and the residual of the
-sub-layer before that, belong to the layer that reads them.
-"""
+sub-layer before that, belong to the layer that reads them."""
 
 from __future__ import annotations
 
@@ -31,6 +30,7 @@ from pelton.ops.interface import (
     LinearTensors,
     LinearWeights,
 )
+from pelton.ops.selector import BySize
 from pelton.quantization.interface import LinearShard
 
 if TYPE_CHECKING:
@@ -164,6 +164,11 @@ class QKVLinear(LinearModule):
         if self.bare is not None:
             return self._bare_product(hidden), residual  # type: ignore[return-value]
         return self._with_adapters(self.add_norm_linear)(hidden, residual)
+
+    def reader(self, num_tokens: int) -> Callable[..., Any]:
+        """Return the op that so many rows of this step go to."""
+        op: Callable[..., Any] = self._with_adapters(self.add_norm_linear)
+        return op.part(num_tokens) if isinstance(op, BySize) else op
 
 
 class MergedGateUp(LinearModule):

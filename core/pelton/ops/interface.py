@@ -11,8 +11,7 @@ The three that begin with `add_norm_` are optional: where no kernel fits, each i
 
 For each op there is a needs dataclass (what an implementation may refuse), a tensors dataclass (what it is bound to) and a protocol of
 the bound callable. Shapes: T tokens, H hidden size, D head_dim. An op must be free of host synchronisation, and must do the same work for
-the same shapes. The residual between two layers belongs to the ops: a model hands it on and does not compute with it.
-"""
+the same shapes. The residual between two layers belongs to the ops: a model hands it on and does not compute with it."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class OpImplementation(Protocol):
     `orders`: the names of those orders, the best first;
     `pack(order) -> bool`: bring the tensors into the order, in their memory; False: left as they are;
     `packed(order)`: from now on they are in it.
-    The selector asks one to pack when every reader of the tensors knows the order, and tells all of them.
-    """
+    The selector asks one to pack when every reader of the tensors knows the order, and tells all of them."""
 
     def unsupported(self, needs: Any) -> list[str]:
         """Why `needs` cannot be served; an empty list means they can."""
@@ -215,8 +213,7 @@ class AddNorm(Protocol):
     def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """residual' = post_norm(reduce(hidden)) + residual; returns (norm(residual'), residual').
 
-        hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten.
-        """
+        hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten."""
 
 
 # add_norm_linear: the norm before attention, and QKV.
@@ -239,8 +236,7 @@ class AddNormLinear(Protocol):
     def __call__(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """residual' = post_norm(reduce(hidden)) + residual; returns (linear(norm(residual')), residual').
 
-        hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten.
-        """
+        hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten."""
 
 
 # qk_norm_rope_write_kv: from QKV's rows to the query, keys and values written.
@@ -274,8 +270,7 @@ class QkNormRopeWriteKv(Protocol):
 
         qkv [T, (num_heads + 2 num_kv_heads) D], may be overwritten; without writes_kv [T, num_heads D] will do. positions [T]
         int64; slot_mapping [T] int64, -1 skips the row; k_cache, v_cache [num_blocks, block_size, num_kv_heads, D] views with
-        a contiguous last axis.
-        """
+        a contiguous last axis."""
 
 
 # linear: O and down projections.
@@ -412,8 +407,7 @@ class Sample(Protocol):
         CPU's steps then end in this op whatever their rows ask for. Optional: `reading(slots)`, a context in which the logits of its next
         call are computed: those of rows whose mask allows few tokens may be left out but for these. Greedy, over ranks:
         `share_keys(logits, slots, count) -> [n] int64`, larger ones of better tokens, of a rank's logits whose first `count` columns
-        are tokens, and `end_shares(keys [ranks, n], width, slots, result)` for the rest; rank r has the tokens from r `width` on.
-        """
+        are tokens, and `end_shares(keys [ranks, n], width, slots, result)` for the rest; rank r has the tokens from r `width` on."""
 
 
 # logprobs: of given tokens, as prompts ask for them.
@@ -436,8 +430,7 @@ class Logprobs(Protocol):
         """Write `pelton.sampling.logprobs.gather_logprobs` of raw logits to `target`.
 
         logits [n, V] float32; token_ids [n] int64; target [n, 1 + num_logprobs] twice, ranks [n], contiguous. Alternatives
-        that are equally likely may come in any order.
-        """
+        that are equally likely may come in any order."""
 
 
 # prepare_inputs: from the batch state and one step's columns to input ids, positions and attention metadata.
@@ -468,8 +461,7 @@ class PrepareInputs(Protocol):
         columns [n], num_rows)`, all int64, parts and taken pinned. Of part turn % P the first number goes to `place`, those from the
         third on to `columns`; columns 2 + 2 g and 3 + 2 g, of num_rows each, are cells of group g's block table and the ids for them,
         which it gets; turn + 1 goes to `turn`, and to `taken` when the part is read. `give(result, place [1])` copies `result`,
-        contiguous, to the pinned memory whose address `place` has, and nowhere when that is 0.
-        """
+        contiguous, to the pinned memory whose address `place` has, and nowhere when that is 0."""
 
 
 # All of them.

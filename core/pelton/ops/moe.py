@@ -1,8 +1,7 @@
 """The op of a layer of experts: router, the experts that it chooses for each token, and their weighted sum.
 
 T tokens, H hidden size, E experts, k experts a token, I intermediate size of an expert (of this rank). Fedus et al., Switch
-Transformers (arXiv:2101.03961), section 2; groups and correction: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2.
-"""
+Transformers (arXiv:2101.03961), section 2; groups and correction: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ class RoutingSpec:
     """From the router's E logits (float32) to k experts and their weights.
 
     scores = scoring(logits). Experts are chosen by scores + correction, with groups only from the `top_groups` best groups;
-    equal ones by the lower index. Their weights are their scores, divided by their sum where `is_renormalized`, times `scale`.
-    """
+    equal ones by the lower index. Their weights are their scores, divided by their sum where `is_renormalized`, times `scale`."""
 
     num_experts: int  # E
     top_k: int  # k
@@ -117,11 +115,13 @@ class MoeTensors:
 
 
 class Moe(Protocol):
+    """Optional, of `AddNormMoe` as well: `read_by(reader)`. What is returned of n tokens is then given to `reader(n)` alone, which may
+    have agreed with the op on something else that has a tensor's place and `shape`."""
+
     def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         """[T, H] -> [T, H], partial over ranks; logits of the router, weights and sums are float32.
 
-        slot_mapping [T] int64: a token with -1 is padding, chooses no expert, and gets zeros. Nothing is asked of the device.
-        """
+        slot_mapping [T] int64: a token with -1 is padding, chooses no expert, and gets zeros. Nothing is asked of the device."""
         ...
 
 
@@ -161,8 +161,7 @@ class AddNormMoe(Protocol):
     def __call__(self, hidden: Tensor, residual: Tensor | None, slot_mapping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """residual' = post_norm(reduce(hidden)) + residual, x = norm(residual'); returns (moe(x, slot_mapping), x, residual').
 
-        hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten.
-        """
+        hidden [T, H], partial; residual [T, H], or None before the first layer. Both may be overwritten."""
         ...
 
 

@@ -2,8 +2,7 @@
 
 The first entry by (-priority, name) that handles the optional needs, and whose `unsupported(needs)` is empty, wins; one
 that serves only some batch sizes leaves the others to the next that fits. What is returned is a plain callable: nothing
-dispatches by name in forward. Once weights are loaded, the selector also decides which of them are packed.
-"""
+dispatches by name in forward. Once weights are loaded, the selector also decides which of them are packed."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ class OpSelector:
         choice = OpChoice(op, needs, tuple(names), tuple(refused))
         if choice not in self.choices:
             self.choices.append(choice)
-        return parts[0].call if len(parts) == 1 else _by_batch_size(parts)
+        return parts[0].call if len(parts) == 1 else BySize(parts)
 
     def _bind(self, implementation: OpImplementation, needs: Any, tensors: Any) -> Callable[..., Any]:
         compose = getattr(implementation, "compose", None)
@@ -154,14 +153,21 @@ def pack_weights(readers: Sequence[Any]) -> None:
             return
 
 
-def _by_batch_size(parts: list[_Ranged]) -> Callable[..., Any]:
+@dataclass(frozen=True, slots=True)
+class BySize:
     """The first part that takes the first argument's number of rows; the last takes all."""
 
-    def call(first: Any, *rest: Any) -> Any:
-        num_tokens = first.shape[0]
-        for part in parts:
+    parts: list[_Ranged]
+
+    def part(self, num_tokens: int) -> Callable[..., Any]:
+        for part in self.parts:
             if part.least <= num_tokens and (part.most is None or num_tokens <= part.most):
-                return part.call(first, *rest)
+                return part.call
         raise AssertionError("the last part takes every batch size")
 
-    return call
+    def __call__(self, first: Any, *rest: Any) -> Any:
+        return self.part(first.shape[0])(first, *rest)
+
+    def read_by(self, reader: Callable[[int], Callable[..., Any]]) -> None:
+        for part in self.parts:
+            getattr(part.call, "read_by", lambda reader: None)(reader)

@@ -273,6 +273,11 @@ class SparseMoe(nn.Module):
             result = result + always
         return result, x, residual
 
+    def read_by(self, reader: Callable[[int], Callable[..., object]]) -> None:
+        """Say which op, by the number of tokens, alone reads the result (`Moe`), unless something is done to it first."""
+        if self.shared is None and hasattr(self.add_norm_moe, "read_by"):
+            self.add_norm_moe.read_by(reader)
+
     def place_experts(self, placement: list[int], ranks: Communicator) -> None:
         """Bring experts to other places, on all ranks at once, between two steps: `placement[i]` is the expert that place i gets. Where
         there are no copies, rows of the router follow, so that the op knows nothing of it."""

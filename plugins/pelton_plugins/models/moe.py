@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +80,20 @@ class MoeForCausalLM(LlamaForCausalLM):
 
     layer_class = MoeDecoderLayer
 
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        super().__init__(config=config, prefix=prefix)
+        if not self._has_own_forward:
+            return
+        layers: list[Any] = list(self.layers)
+        for layer, above in pairwise(layers):
+            if is_of_moe(layer) and is_of_moe(above) and layer.experts is not None:
+                layer.experts.read_by(above.qkv_proj.reader)
+
+    @property
+    def _has_own_forward(self) -> bool:
+        """Return whether nobody but the layer above reads what a layer gives."""
+        return type(self).forward is LlamaForCausalLM.forward
+
     @property
     def can_forward_tokens(self) -> bool:
         """Not where experts count all of their tokens, nor where ranks that have others wait for each other."""
@@ -86,8 +101,7 @@ class MoeForCausalLM(LlamaForCausalLM):
         experts = getattr(layer, "experts", None)
         if experts is None:
             return False
-        is_own = type(self).forward is LlamaForCausalLM.forward and type(layer).forward is MoeDecoderLayer.forward
-        return is_own and experts.has_all and experts.expert_load is None
+        return self._has_own_forward and is_of_moe(layer) and experts.has_all and experts.expert_load is None
 
     @property
     def keeps_adapters(self) -> bool:
@@ -95,6 +109,11 @@ class MoeForCausalLM(LlamaForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(one_for_each_expert(weights, self.weights.expected()))
+
+
+def is_of_moe(layer: Any) -> bool:
+    """Return whether a layer does what `MoeDecoderLayer.forward` says: QKV, which reads what comes in, is its first product."""
+    return type(layer).forward is MoeDecoderLayer.forward
 
 
 def check_fields(hf: HFConfig, **computed: Any) -> None:

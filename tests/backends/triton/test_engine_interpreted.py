@@ -22,6 +22,7 @@ from pelton.hookspecs import hookimpl
 from pelton.plugins import Plugins, load_plugins, register
 from pelton.testing.graphs import FakeGraphRecorder
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_backends.triton.ops.moe.unsummed import UnsummedRows
 from pelton_platforms.cpu.platform import CPUPlatform
 from pelton_platforms.device.graphs.captures import FullGraphs, PiecewiseGraphs
 
@@ -105,6 +106,31 @@ def test_experts_sinks_and_windows_of_gpt_oss(plugins: Plugins, tmp_path: Any) -
     with make_llm(str(path), plugins=plugins, device="interpreted", **settings) as llm:
         reference.check(generate(llm, prompts, greedy(2)))
         assert llm.llm_engine.info.report.attention_backend == "triton"
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE], ids=str)
+def test_sums_of_experts_are_left_to_the_next_layer(
+    plugins: Plugins, captures: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
+) -> None:
+    """Where that is the op that adds and norms; of few tokens it is another, and behind the last layer nobody takes them."""
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.FEW_PAIRS", 4)
+    read, take = [], UnsummedRows.take
+
+    def noted(self: UnsummedRows) -> Any:
+        read.append(self.shape[0])
+        return take(self)
+
+    monkeypatch.setattr(UnsummedRows, "take", noted)
+    sizes = {"num_hidden_layers": 3, "vocab_size": 64}
+    path = make_tiny_checkpoint(tmp_path, "qwen3_moe", with_tokenizer=False, **sizes)
+    prompts = make_prompts(64, (1, 29))
+    reference = gap_reference("qwen3_moe", str(path), prompts, 3, "cpu")
+    settings = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 2**20}
+    settings["compilation_config"] = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [2]}
+    with make_llm(str(path), plugins=plugins, device="interpreted", **settings) as llm:
+        read.clear()
+        reference.check(generate(llm, prompts, greedy(3)))
+    assert len(read) == 2 and min(read) >= 29, "two of three layers, of the step with the prompts alone"
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY], ids=str)

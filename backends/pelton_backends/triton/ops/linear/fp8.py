@@ -34,11 +34,12 @@ from pelton_backends.triton.ops.linear.gemv import HANDLES
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, halves_of, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.hopper_mid_batch import MidBatchProduct
 from pelton_backends.triton.ops.linear.hopper_split_k import HopperProduct, can_multiply
-from pelton_backends.triton.ops.linear.large_batch import add_norm_row, gated, kept_policy
+from pelton_backends.triton.ops.linear.large_batch import add_norm_row, gated, takes_unsummed
 from pelton_backends.triton.ops.linear.mid_batch_tilings import choose_e4m3_tiling
 from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
-from pelton_backends.triton.ops.pieces import Norm, e4m3_scale, empty_rows, to_cache
+from pelton_backends.triton.ops.moe.unsummed import UnsummedRows, sum_add_norm_rounded
+from pelton_backends.triton.ops.pieces import Norm, empty_rows, kept_policy, store_rounded
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -62,22 +63,6 @@ MULTIPLE = 16  # of rows and columns of a matrix: what `torch._scaled_mm` takes
 
 
 @triton.jit
-def _store_rounded(
-    x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, KEPT: tl.constexpr
-):  # fmt: skip
-    """Store x [BLOCK] as row `row` of out, and its scale. KEPT: their eviction policy."""
-    x = x.to(tl.float32)
-    columns = tl.arange(0, BLOCK)
-    if input_scale_ptr is None:
-        scale = e4m3_scale(tl.max(tl.abs(x)), BOUND)
-    else:
-        scale = tl.load(input_scale_ptr)
-    tl.store(scales_ptr + row, scale, eviction_policy=KEPT)
-    rounded = to_cache(x * tl.div_rn(1.0, scale), tl.float8e4nv)
-    tl.store(out_ptr + row * SIZE + columns, rounded, mask=columns < SIZE, eviction_policy=KEPT)
-
-
-@triton.jit
 def _round_kernel(
     x_ptr, out_ptr, scales_ptr, input_scale_ptr, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
     PDL: tl.constexpr, KEPT: tl.constexpr,
@@ -88,7 +73,7 @@ def _round_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * stride + columns, mask=columns < SIZE, other=0.0)
-    _store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND, KEPT)
+    store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND, KEPT)
 
 
 @triton.jit
@@ -104,7 +89,7 @@ def _add_norm_round_kernel(
         hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride,
         eps, post_eps, SIZE, BLOCK, UNIT_OFFSET, POST_UNIT_OFFSET, PDL, KEPT,
     )  # fmt: skip
-    _store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND, KEPT)
+    store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, SIZE, BLOCK, BOUND, KEPT)
 
 
 _launch_round = Launcher(_round_kernel)
@@ -137,7 +122,7 @@ def rounded(x: Tensor, input_scale: Tensor | None = None, bound: float | None = 
 
 
 def add_norm_rounded(
-    hidden: Tensor,
+    hidden: Tensor | UnsummedRows,
     residual: Tensor | None,
     norm: Norm,
     post_norm: Norm | None,
@@ -145,6 +130,9 @@ def add_norm_rounded(
     bound: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`large_batch.add_norm` and `rounded` in one pass: (the new residual, rows in float8_e4m3fn, their scales)."""
+    if isinstance(hidden, UnsummedRows):
+        assert residual is not None and post_norm is None
+        return residual, *sum_add_norm_rounded(hidden, residual, norm, input_scale, bound)
     num_rows, size = hidden.shape
     out = empty_rows(num_rows, size, hidden, torch.float8_e4m3fn)
     scales = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
@@ -355,6 +343,7 @@ def _add_norm_product(
         residual, rows, scales = add_norm_rounded(hidden, residual, before, after, matrix.input_scale, matrix.bound)
         return matrix.multiply(rows, scales), residual
 
+    call.takes_unsummed = activation is None and takes_unsummed(needs)  # type: ignore[attr-defined]
     return call
 
 

@@ -35,7 +35,7 @@ from pelton_backends.triton.ops.linear.grouped_kernels import (
     one_row_add_norm_kernel,
     one_row_kernel,
 )
-from pelton_backends.triton.ops.linear.large_batch import add_norm
+from pelton_backends.triton.ops.linear.large_batch import add_norm, takes_unsummed
 from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.runtime import has_pdl, launch_options, num_sms
 
@@ -268,6 +268,7 @@ def _add_norm_product(
         residual, rows = add_norm(hidden, residual, tensors.norm, norm, tensors.post_norm, post_norm)
         return matrix(rows), residual
 
+    call.takes_unsummed = activation is None and takes_unsummed(needs)  # type: ignore[attr-defined]
     return call
 
 

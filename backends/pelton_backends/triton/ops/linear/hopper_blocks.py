@@ -33,8 +33,8 @@ from pelton_backends.triton.ops.linear.hopper_split_k import (
     rows_in_memory,
     store_split,
 )
-from pelton_backends.triton.ops.linear.large_batch import add_norm_row, kept_policy
-from pelton_backends.triton.ops.pieces import Norm, empty_rows, sum_of_two_powers
+from pelton_backends.triton.ops.linear.large_batch import add_norm_row
+from pelton_backends.triton.ops.pieces import Norm, empty_rows, kept_policy, sum_of_two_powers
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:

@@ -39,7 +39,8 @@ from pelton_backends.triton.ops.linear.cublaslt import LibraryProduct
 from pelton_backends.triton.ops.linear.gemv import DTYPES, HANDLES, most_rows
 from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, halves_of, hopper_matmul, share_of_work
 from pelton_backends.triton.ops.linear.refusals import product_refusals, row_refusals
-from pelton_backends.triton.ops.pieces import activated, empty_rows, normed
+from pelton_backends.triton.ops.moe.unsummed import UnsummedRows, sum_add_norm_rows
+from pelton_backends.triton.ops.pieces import activated, empty_rows, kept_policy, normed
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, num_sms, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -47,18 +48,10 @@ if TYPE_CHECKING:
 
 # `hopper_matmul` is faster than cuBLAS, with an activation than cuBLAS and `gated`, where its tiles keep the multiprocessors
 # busy (`share_of_work`): see there.
-MOST_KEPT_ROWS = 256
-"""Rows of a step whose products stream their weights: what is written for the next kernel says that it is to be evicted last, as do their
-results. Weights streaming by probably pushed it out of L2 (8B, a layer: 123 us for 127 with 32 rows, 167 for 171 with 128)."""
 MIN_ROWS = 1024
 MIN_SHARE = 0.9
 MIN_GATED_SHARE = 0.85
 MIN_SENT_SHARE = 0.75  # where results go to another rank on the way, which cuBLAS's do not
-
-
-def kept_policy(num_rows: int) -> str:
-    """Eviction policy of what so many rows write for the next kernel."""
-    return "evict_last" if num_rows <= MOST_KEPT_ROWS else ""
 
 
 @triton.jit
@@ -114,7 +107,7 @@ _launch_add_norm = Launcher(_add_norm_kernel)
 
 
 def add_norm(
-    hidden: Tensor,
+    hidden: Tensor | UnsummedRows,
     residual: Tensor | None,
     norm: Tensor,
     norm_spec: NormSpec,
@@ -127,13 +120,17 @@ def add_norm(
            (norm + 1 and post_norm + 1 where the spec has `unit_offset`)
     Paper  Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019 (arXiv:1910.07467)
 
-    hidden, residual [T, H] fp16, bf16 or fp32; strides (any, 1); residual None counts as zeros
+    hidden, residual [T, H] fp16, bf16 or fp32; strides (any, 1); residual None counts as zeros. Or hidden is of experts that are to be
+    added up, with a residual and without post_norm
     norm, post_norm  [H], contiguous; post_norm None leaves hidden as it is
     -> residual' [T, H], in residual's memory (or hidden's, without a residual); normed [T, H] contiguous
 
     Sums of squares in float32; post-normed rows, residual' and normed rows are rounded to the dtype as in
     `pelton.ops.reference`. One row a program; eight numbers a thread, which is one 16-byte load of two-byte dtypes.
     """
+    if isinstance(hidden, UnsummedRows):
+        assert residual is not None and post_norm is None
+        return residual, sum_add_norm_rows(hidden, residual, norm, norm_spec)
     num_rows, size = hidden.shape
     normed_rows = empty_rows(num_rows, size, hidden)
     total = hidden if residual is None else residual
@@ -272,6 +269,11 @@ def bind_add_norm(needs: AddNormNeeds, tensors: Any) -> AddNorm:
     return call
 
 
+def takes_unsummed(needs: AddNormNeeds) -> bool:
+    """Return whether an op behind this norm can be given `UnsummedRows`: sums of experts alone, which nothing norms first."""
+    return needs.tp_size == 1 and needs.post_norm is None
+
+
 class TritonAddNorm:
     handles = frozenset(["post_norm", "tp_size", "unit_offset"])
 
@@ -324,6 +326,7 @@ class LargeBatchAddNormLinear:
             rows, residual = norm(hidden, residual)
             return product(rows), residual
 
+        add_norm_linear.takes_unsummed = takes_unsummed(needs)  # type: ignore[attr-defined]
         return add_norm_linear
 
 

@@ -32,7 +32,7 @@ from pelton_backends.triton.ops.linear.hopper_split_k import (
     can_multiply,
     choose_tiling_beside_attention,
 )
-from pelton_backends.triton.ops.linear.large_batch import bind_add_norm, gated
+from pelton_backends.triton.ops.linear.large_batch import bind_add_norm, gated, takes_unsummed
 from pelton_backends.triton.ops.linear.mid_batch_tilings import SMALL_MATRIX, choose_mid_batch_tiling
 from pelton_backends.triton.ops.linear.refusals import product_refusals
 from pelton_backends.triton.ops.linear.split_k import SMALLEST_TILE, multiply
@@ -114,6 +114,7 @@ class SmallBatchAddNormLinear:
             rows, residual = norm(hidden, residual)
             return product(rows), residual
 
+        add_norm_linear.takes_unsummed = takes_unsummed(needs)  # type: ignore[attr-defined]
         return add_norm_linear
 
 

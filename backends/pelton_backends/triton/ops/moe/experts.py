@@ -17,13 +17,15 @@ import triton
 
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.gemv import DTYPES, inner_contiguous
-from pelton_backends.triton.ops.linear.large_batch import kept_policy
 from pelton_backends.triton.ops.moe import choose, hopper, hopper_int4, hopper_mxfp4, kernels, packed, streamed
 from pelton_backends.triton.ops.moe.split import split
-from pelton_backends.triton.ops.pieces import ACTIVATIONS, is_hopper
+from pelton_backends.triton.ops.moe.unsummed import UnsummedRows
+from pelton_backends.triton.ops.pieces import ACTIVATIONS, is_hopper, kept_policy
 from pelton_backends.triton.runtime import has_pdl, launch_options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from pelton.ops.moe import Moe, MoeNeeds, MoeTensors
@@ -160,6 +162,7 @@ class BoundMoe:
         self._common = {"SCALES_INPUT": routing.scales_input, "PDL": self._pdl}
         self._options = launch_options(self._pdl)
         self._is_wide = tensors.router.dtype == torch.float32
+        self._reader: Callable[[int], Callable[..., Any]] | None = None
         device = tensors.router.device
         # Zeros whenever no kernel runs.
         self._counts = torch.zeros(self._num_held, dtype=torch.int32, device=device)
@@ -197,6 +200,10 @@ class BoundMoe:
             and not experts.has_bias  # others were not run on a device
             and hopper_int4.can_multiply(experts.hidden_size, experts.intermediate_size, experts.group_size)
         )
+
+    def read_by(self, reader: Callable[[int], Callable[..., Any]]) -> None:
+        """See `Moe`: a reader with an attribute `takes_unsummed = True` is given `UnsummedRows` where sums are a kernel of their own."""
+        self._reader = reader
 
     def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         num_tokens = x.shape[0]
@@ -396,11 +403,17 @@ class BoundMoe:
         counts: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         num_tokens, hidden = x.shape[0], self._hidden
+        stride = 1 if places is None else _APART
+        if self._reader is not None and getattr(self._reader(num_tokens), "takes_unsummed", False):
+            # What it is has a tensor's place for its only reader.
+            return UnsummedRows(
+                pairs, experts, places, shares, counts, num_held=self._num_held, stride=stride, is_whole=self._is_whole
+            )  # type: ignore[return-value]
         out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
         block = min(triton.next_power_of_2(hidden), 1024)
         constants = {
             "H": hidden, "E": self._num_held, "EB": triton.next_power_of_2(self._num_held), "K": self._top_k, "BLOCK": block,
-            "STRIDE": 1 if places is None else _APART, "IS_WHOLE": self._is_whole, "KEPT": kept_policy(num_tokens), "PDL": self._pdl,
+            "STRIDE": stride, "IS_WHOLE": self._is_whole, "KEPT": kept_policy(num_tokens), "PDL": self._pdl,
         }  # fmt: skip
         _combine(
             self._key(x, places is None, *constants.values()), (num_tokens, triton.cdiv(hidden, block)),

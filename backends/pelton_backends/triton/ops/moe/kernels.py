@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pelton_backends.triton.ops.moe.unsummed import clear_counts, sum_of_pairs
 from pelton_backends.triton.ops.pieces import activated
 from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
 
@@ -125,34 +126,14 @@ def combine_kernel(
     H: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     IS_WHOLE: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one token a program: the sum over its pairs, which is zeros for padding. place: where each
-    pair's row is, and share its weight; without them pairs lie by their number, weighted already. IS_WHOLE: this rank has all
-    experts, so that all pairs of a token are here or none. count [E], STRIDE numbers apart: is zeros again for the next call."""
+    """BLOCK columns of one token a program: the sum over its pairs."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < H
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    is_token = tl.load(expert_ptr + row * K) < E
-    result = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(K):
-        pair = row * K + j
-        if not IS_WHOLE:
-            is_token = tl.load(expert_ptr + pair) < E
-        if place_ptr is None:
-            if IS_WHOLE:  # read before it is known whether this is padding, whose numbers may be any
-                part = tl.load(pair_ptr + pair * H + columns, mask=mask, other=0.0).to(tl.float32)
-                result += tl.where(is_token, part, 0.0)
-            else:
-                result += tl.load(pair_ptr + pair * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
-        else:
-            place = tl.load(place_ptr + pair, mask=is_token, other=0).to(tl.int64)
-            share = tl.load(share_ptr + pair)
-            result += share * tl.load(pair_ptr + place * H + columns, mask=mask & is_token, other=0.0).to(tl.float32)
+    result = sum_of_pairs(pair_ptr, expert_ptr, share_ptr, place_ptr, row, columns, mask, H, E, K, BLOCK, IS_WHOLE)
     tl.store(out_ptr + row * H + columns, result.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy=KEPT)
-    if count_ptr is not None:
-        bins = tl.arange(0, EB)
-        is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-        tl.store(count_ptr + bins * STRIDE, tl.zeros((EB,), tl.int32), mask=(bins < E) & is_first)
+    clear_counts(count_ptr, (tl.program_id(0) == 0) & (tl.program_id(1) == 0), E, EB, STRIDE)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

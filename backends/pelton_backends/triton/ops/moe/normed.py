@@ -73,6 +73,7 @@ class _BoundAddNormMoe:
         self._few_options = {"num_warps": 4 if padded <= 4096 else 8, **launch_options(pdl)}
         self._large_tile = {**self._tile, "R": _MANY_TILE_ROWS} if padded <= 2048 else self._tile
         self._tile_options = {"num_warps": warps, **launch_options(pdl)}
+        self.read_by = self._moe.read_by
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, slot_mapping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = hidden.shape[0]
