@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class UnsummedRows:
-    """What k experts gave each of T tokens, in place of their sums [T, H]; read once.
+    """Rows of k experts for each of T tokens, in place of their sums [T, H]; read once.
 
     pairs    [at least T k, H]    of a two-byte dtype or float32
     experts  [T, k] int32         num_held or more: this rank has no such pair
