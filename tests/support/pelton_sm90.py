@@ -549,11 +549,20 @@ def experts(dtype: str, weight_format: str) -> None:
 
 
 def hopper_experts(dtype: str) -> None:
-    """Experts of two bytes and in e4m3 of many tokens on a Hopper device."""
+    """Experts of two bytes and in e4m3 of many tokens on a Hopper device; rows are sums of two numbers, then rounded."""
     moe.is_hopper = moe.has_pdl = split.has_pdl = lambda device: True
     routing = RoutingSpec(num_experts=8, top_k=2)
-    blocks = {"weight_format": "e4m3", "group_size": 128, "group_rows": 128}
-    for form, size in (({"weight_format": "plain"}, 128), ({"weight_format": "e4m3"}, 128), (blocks, 256)):
+    rows: dict[str, Any] = {"weight_format": "e4m3"}
+    blocks = rows | {"group_size": 128, "group_rows": 128}
+    rounded = {"inputs": InputRounding(dtype="float8_e4m3fn")}
+    cases = (
+        ({"weight_format": "plain"}, 128),
+        (rows, 128),
+        (blocks, 256),
+        (rows | rounded, 128),
+        (blocks | rounded, 256),
+    )
+    for form, size in cases:
         made = moe_case(torch.device("cpu"), routing, 600, getattr(torch, dtype), sizes=(256, size), **form)
         needs, tensors, x, slots = made
         moe.BoundMoe(needs, tensors)(x, slots)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pelton.ops.interface import AddNormNeeds, AllReduce, FusedOp, optional
+from pelton.ops.interface import AddNormNeeds, AllReduce, FusedOp, InputRounding, optional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,8 @@ class ExpertsSpec:
     int8_minima: uint8 codes; int32. Of `packed_blocks`, as `weight_format` there says: `gate`, `up`, `down` [E, *panels_shape] in place."""
     group_size: int | None = optional(None)  # numbers of a row with one scale, but for mxfp4; None: all
     group_rows: int = 1  # rows that have the same scales, from the first one of gate, of up and of down on
+    inputs: InputRounding | None = None
+    """What both products read may be rounded so or left as it is, whichever an op finds faster; None: it is left as it is."""
     has_bias: bool = optional(False)  # `gate_up_bias` [E, 2 I] and `down_bias` [E, H]
     first_expert: int = optional(0)
     num_held: int | None = optional(None)
@@ -108,9 +110,8 @@ class MoeTensors:
     correction: Tensor | None = None  # [E] float32
     load: Tensor | None = None  # [E], of copies [P], int64: how many tokens each that this rank has was given; added to
     exchange: TokenExchange | None = None
-    copies: Tensor | None = (
-        None  # [E, 1 + C] int32: how many of the P places have an expert, and which; row t takes the (t mod n)-th
-    )
+    copies: Tensor | None = None
+    """[E, 1 + C] int32: how many of the P places have an expert, and which; row t takes the (t mod n)-th."""
     held_by: Sequence[range] = ()  # of each engine: places of its rank that the exchange is with
 
 

@@ -20,6 +20,7 @@ from pelton.ops.interface import (
     Gated,
     GatedNeeds,
     GatedTensors,
+    InputRounding,
 )
 from pelton.ops.moe import (
     AddNormMoe,
@@ -106,7 +107,8 @@ MakeExperts = Callable[["BuildConfig", str, ExpertsSpec], "dict[str, nn.Paramete
 
 
 class PackedExperts(Protocol):
-    """`experts` of a quantization method which can keep the matrices of experts in its own form."""
+    """`experts` of a quantization method which can keep the matrices of experts in its own form. Optional: `group_rows(shard)`, how many
+    rows have the same scales, and `inputs(shard)`, how inputs of the matrix may be rounded (`ExpertsSpec`)."""
 
     def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
         """Return `weight_format` and `group_size` of `ExpertsSpec` for this matrix; None where it can only be decoded."""
@@ -189,16 +191,17 @@ class SparseMoe(nn.Module):
             width = -(-intermediate_size // (parallel.size * multiple)) * multiple
             if multiple == 1:
                 width = parallel.share(intermediate_size, f"intermediate size of {prefix}'s experts")
-        group_size, group_rows = None, 1
+        group_size, group_rows, inputs = None, 1, None
         if make_experts is None:
             some = f"{prefix}.{names.experts}.{first % routing.num_experts}"
             shards = _shards(config, some, hidden_size, intermediate_size, width, names)
             weight_format, group_size = _form(config, list(shards.values()))
             group_rows = _group_rows(config, list(shards.values())) if group_size else 1
+            inputs = _inputs(config, list(shards.values())) if weight_format != "plain" else None
         spec = ExpertsSpec(
             hidden_size=hidden_size, intermediate_size=width, activation=_activation(activation), limit=limit,
-            has_bias=has_bias, weight_format=weight_format, group_size=group_size, group_rows=group_rows, first_expert=first,
-            num_held=num_held,
+            has_bias=has_bias, weight_format=weight_format, group_size=group_size, group_rows=group_rows, inputs=inputs,
+            first_expert=first, num_held=num_held,
         )  # fmt: skip
         self.routing, self.norm, self.shared = routing, norm, shared
         self.placement = [place % routing.num_experts for place in range(num_places)]
@@ -393,6 +396,13 @@ def _group_rows(config: BuildConfig, shards: list[LinearShard]) -> int:
     """Return how many rows of each of these have the same scales, from its first one on."""
     rows_of = getattr(getattr(config.quantization, "experts", None), "group_rows", None)
     return 1 if rows_of is None else math.gcd(*map(rows_of, shards))
+
+
+def _inputs(config: BuildConfig, shards: list[LinearShard]) -> InputRounding | None:
+    """Return how inputs of all of these may be rounded."""
+    inputs_of = getattr(getattr(config.quantization, "experts", None), "inputs", None)
+    found = {None if inputs_of is None else inputs_of(shard) for shard in shards}
+    return found.pop() if len(found) == 1 else None
 
 
 def _common(forms: list[tuple[str, int | None] | None]) -> tuple[str, int | None] | None:

@@ -18,8 +18,8 @@ from pelton.ops.interface import InputRounding, LinearWeights
 from pelton.quantization.plain import PlainWeights
 from pelton_plugins.quantization.cache_scales import check_scheme, take_cache_scales
 from pelton_plugins.quantization.fp4 import MXFP4_PACKED, NVFP4_PACKED, Fp4Weights
-from pelton_plugins.quantization.fp8 import DYNAMIC, STATIC, BlockFp8, StoredFp8
-from pelton_plugins.quantization.fp8_decoded import DecodedFp8
+from pelton_plugins.quantization.fp8 import DYNAMIC, STATIC, BlockFp8, RowExperts, StoredFp8
+from pelton_plugins.quantization.fp8_decoded import BlockExperts, DecodedFp8
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
 from pelton_plugins.quantization.merged import create_mixed
 from pelton_plugins.quantization.module_names import matches, spellings
@@ -105,6 +105,11 @@ class _Experts:
         method = self._method.method_of(shard)
         return method.experts.group_rows(shard) if isinstance(method, _Fp8Blocks) and method.experts is not None else 1
 
+    def inputs(self, shard: LinearShard) -> InputRounding | None:
+        method = self._method.method_of(shard)
+        experts = None if method is None else method.experts
+        return experts.inputs(shard) if isinstance(experts, (RowExperts, BlockExperts)) else None
+
     def block(self, shard: LinearShard) -> BlockKind | None:
         method = self._method.method_of(shard)
         return method.experts.block(shard) if isinstance(method, GroupedWeights) else None
@@ -151,19 +156,19 @@ class _Fp8(StoredFp8):
 
 
 class _Fp8Blocks(BlockFp8):
-    """`weight` e4m3, `weight_scale` for each block; inputs are not rounded."""
+    """`weight` e4m3, `weight_scale` for each block; inputs are not rounded but for those of experts."""
 
     name = NAME
 
-    def __init__(self, block: Sequence[int]) -> None:
-        self.decoded = _DecodedBlocks(block)
+    def __init__(self, block: Sequence[int], inputs: InputRounding | None) -> None:
+        self.decoded = _DecodedBlocks(block, inputs)
 
 
 class _DecodedBlocks(DecodedFp8):
     name = NAME
 
-    def __init__(self, block: Sequence[int]) -> None:
-        super().__init__({"weight_block_size": block}, ())
+    def __init__(self, block: Sequence[int], inputs: InputRounding | None) -> None:
+        super().__init__({"weight_block_size": block}, (), inputs)
         self._scale = "weight_scale"
 
 
@@ -268,7 +273,7 @@ def _method(name: str, group: Mapping[str, Any], form: str | None) -> _Method:
         weights = group.get("weights") or {}
         _check_float(name, weights)
         if weights.get("strategy") == "block":
-            _check_block_inputs(name, group.get("input_activations"))
+            inputs = _block_rounding(name, group.get("input_activations"))
             block = weights.get("block_structure")
             if not (
                 isinstance(block, list)
@@ -278,7 +283,7 @@ def _method(name: str, group: Mapping[str, Any], form: str | None) -> _Method:
                 raise ConfigError(
                     f"config.json's quantization_config has block_structure {block!r} ({name}); expected two sizes, such as [128, 128]."
                 )
-            return _Fp8Blocks(block)
+            return _Fp8Blocks(block, inputs)
         return _Fp8(_rounding(name, group.get("input_activations")))
     if form in PACKED_FORMATS:
         if group.get("input_activations"):
@@ -341,13 +346,14 @@ def _check_float(group: str, weights: Mapping[str, Any]) -> None:
         )
 
 
-def _check_block_inputs(group: str, inputs: Mapping[str, Any] | None) -> None:
-    """Inputs are not rounded beside blocks: a checkpoint may say that they are, by a scale that it does not have."""
+def _block_rounding(group: str, inputs: Mapping[str, Any] | None) -> InputRounding | None:
+    """Return how inputs of experts may be rounded beside blocks; a checkpoint has no scale for any."""
     if inputs and not (inputs.get("type") == "float" and inputs.get("num_bits") == 8 and inputs.get("dynamic")):
         raise ConfigError(
             f"config.json's quantization_config rounds inputs to type {inputs.get('type')!r}, {inputs.get('num_bits')} bits, dynamic "
             f"{bool(inputs.get('dynamic'))} ({group}); beside weights in blocks served is float, 8, dynamic. {ADVICE}"
         )
+    return DYNAMIC if inputs else None
 
 
 def _rounding(group: str, inputs: Mapping[str, Any] | None) -> InputRounding | None:

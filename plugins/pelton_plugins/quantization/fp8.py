@@ -110,13 +110,17 @@ class Fp8Weights(ABC):
 
 
 class RowExperts:
-    """Matrices of experts in e4m3 with a scale for each row (`pelton_plugins.models.experts.PackedExperts`); inputs are not rounded."""
+    """Matrices of experts in e4m3 with a scale for each row (`pelton_plugins.models.experts.PackedExperts`)."""
 
     def __init__(self, method: Fp8Weights) -> None:
         self._method = method
 
     def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
         return ("e4m3", None) if self._method.inputs_of(shard)[0] else None
+
+    def inputs(self, shard: LinearShard) -> InputRounding | None:
+        """Return how inputs may be rounded: by a scale for each token, which loses no more than one of the checkpoint does."""
+        return None if self._method.inputs_of(shard)[1] is None else DYNAMIC
 
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         self._method.expect(config, shard, weight, scale.squeeze(-1))
@@ -217,13 +221,13 @@ class _DecodedBlocks(DecodedFp8):
 
 
 class BlockFp8:
-    """A checkpoint with a scale for each block of a matrix, kept for each row of a block; inputs are not rounded. On a CPU, and where
-    blocks do not divide a rank's columns, matrices are decoded while they load."""
+    """A checkpoint with a scale for each block of a matrix, kept for each row of a block; inputs are not rounded but for those of experts.
+    On a CPU, and where blocks do not divide a rank's columns, matrices are decoded while they load."""
 
     name = "fp8"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.decoded: DecodedFp8 = _DecodedBlocks(settings, left_out(settings))
+        self.decoded: DecodedFp8 = _DecodedBlocks(settings, left_out(settings), DYNAMIC)
 
     @property
     def experts(self) -> BlockExperts | None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pelton.model.build import BuildConfig
     from pelton.model.loading import LazyWeight
+    from pelton.ops.interface import InputRounding
     from pelton.quantization.interface import LinearShard
 
 
@@ -32,9 +33,11 @@ class DecodedFp8(PlainWeights):
 
     name = "fp8"
 
-    def __init__(self, settings: Mapping[str, Any], left_out: Sequence[str]) -> None:
-        """settings: config.json's quantization_config; left_out: modules that are not in e4m3."""
-        block, self._left_out = settings.get("weight_block_size"), left_out
+    def __init__(
+        self, settings: Mapping[str, Any], left_out: Sequence[str], inputs: InputRounding | None = None
+    ) -> None:
+        """settings: config.json's quantization_config; left_out: modules that are not in e4m3; inputs: see `BlockExperts`."""
+        block, self._left_out, self._inputs = settings.get("weight_block_size"), left_out, inputs
         if block is not None and not (len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
             raise ConfigError(
                 f"quantization_config.weight_block_size is {block!r}; expected two sizes, such as [128, 128]."
@@ -44,7 +47,7 @@ class DecodedFp8(PlainWeights):
 
     @property
     def experts(self) -> BlockExperts | None:
-        return BlockExperts(self, self._block, self._scale) if self._block else None
+        return BlockExperts(self, self._block, self._scale, self._inputs) if self._block else None
 
     def is_kept(self, shard: LinearShard) -> bool:
         """Return whether the checkpoint has the matrix in e4m3."""
@@ -71,9 +74,12 @@ class DecodedFp8(PlainWeights):
 class BlockExperts:
     """Matrices of experts with a scale for each block, kept for each row of a block (`pelton_plugins.models.experts.PackedExperts`)."""
 
-    def __init__(self, method: DecodedFp8, block: Sequence[int], scale: str) -> None:
-        """scale: what the checkpoint calls them, behind the name of a matrix."""
-        self._method, self._block, self._scale = method, block, scale
+    def __init__(self, method: DecodedFp8, block: Sequence[int], scale: str, inputs: InputRounding | None) -> None:
+        """scale: what the checkpoint calls them, behind the name of a matrix; inputs: how they may be rounded, None: not at all.
+
+        A checkpoint may have a scale for each group of a token's numbers in mind. One for the token rounds alike what is 2^-13 of its
+        largest number or more: e4m3 is floating point."""
+        self._method, self._block, self._scale, self._inputs = method, block, scale, inputs
 
     def form(self, shard: LinearShard) -> tuple[str, int | None] | None:
         size = self._block[1]
@@ -83,6 +89,9 @@ class BlockExperts:
     def group_rows(self, shard: LinearShard) -> int:
         """Return how many rows have the same scales, from this rank's first one on."""
         return math.gcd(self._block[0], shard.rows[0])
+
+    def inputs(self, shard: LinearShard) -> InputRounding | None:
+        return self._inputs
 
     def expect(self, config: BuildConfig, shard: LinearShard, weight: Tensor, scale: Tensor) -> None:
         shape = (shard.num_rows, shard.num_cols)

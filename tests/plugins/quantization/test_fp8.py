@@ -22,6 +22,7 @@ from pelton.plugins import load_plugins
 from pelton.quantization.interface import LinearShard
 from pelton.testing.model_driver import ModelDriver, TensorWeight, checkpoint_weights
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.models import experts
 from pelton_plugins.quantization import fp8
 from pelton_plugins.quantization.compressed_tensors import CompressedTensors
 from pelton_plugins.quantization.fp8 import DYNAMIC
@@ -372,3 +373,60 @@ def test_of_two_groups_the_one_that_names_a_matrix_counts():
     for name, inputs in (("q_proj", DYNAMIC), ("o_proj", None)):
         shard = LinearShard(f"model.layers.0.self_attn.{name}", 8, 8, (0, 8), (0, 8))
         assert made.method_of(shard).inputs_of(shard) == (True, inputs)
+
+
+def in_blocks(inputs):
+    settings = compressed("block", inputs)
+    settings["config_groups"]["group_0"]["weights"]["block_structure"] = [32, 32]
+    return settings
+
+
+def by_name(inputs_of_down):
+    """Rows of gate and up whose inputs are rounded, and down in a group of its own."""
+    group, down = (compressed("channel", inputs)["config_groups"]["group_0"] for inputs in ("token", inputs_of_down))
+    groups = {"group_0": group, "group_1": down | {"targets": ["re:.*down_proj"]}}
+    return compressed("channel", "token", config_groups=groups)
+
+
+EXPERTS = {
+    "at-load": (None, DYNAMIC),
+    "serialized": ({"quant_method": "fp8"}, DYNAMIC),
+    "serialized-static": ({"quant_method": "fp8", "activation_scheme": "static"}, DYNAMIC),
+    "serialized-blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, DYNAMIC),
+    "compressed-token": (compressed("channel", "token"), DYNAMIC),
+    "compressed-tensor": (compressed("tensor", "tensor"), DYNAMIC),
+    "compressed-weights-only": (compressed("channel", None), None),
+    "compressed-blocks": (in_blocks("token"), DYNAMIC),
+    "compressed-blocks-weights-only": (in_blocks(None), None),
+    "compressed-two-groups": (by_name("tensor"), DYNAMIC),
+    "compressed-one-of-two-groups": (by_name(None), None),
+    "quark": (quark("per_tensor", is_dynamic=False), DYNAMIC),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, DYNAMIC),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 2.0}, DYNAMIC),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_inputs_of_experts_may_be_rounded_where_a_checkpoint_says_so(name, tmp_path, monkeypatch):
+    """By a scale for each token, whatever it says of scales. Weights are kept as on GPUs."""
+    monkeypatch.setattr(experts, "keeps_packed", lambda config: True)
+    settings, inputs = EXPERTS[name]
+    assert spec_of_experts(tmp_path, settings, None if settings else "fp8").inputs == inputs
+
+
+def test_experts_that_are_decoded_have_inputs_as_they_are(tmp_path):
+    assert spec_of_experts(tmp_path, {"quant_method": "fp8"}, weight_format="plain").inputs is None
+
+
+def spec_of_experts(folder, settings, quantization=None, weight_format="e4m3"):
+    path = make_tiny_checkpoint(folder / "m", "qwen3_moe", with_tokenizer=False)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | ({"quantization_config": settings} if settings else {})))
+    config = EngineConfig.from_flat(model=str(path), quantization=quantization)
+    made = make_build_config(
+        config, resolve_model(config, PLUGINS), PLUGINS, device=torch.device("cpu"), max_num_seqs=4, max_num_batched_tokens=64,
+    )  # fmt: skip
+    build_model(made, "Qwen3MoeForCausalLM", PLUGINS)
+    (spec,) = {choice.needs.experts for choice in made.ops.choices if choice.op == "moe"}
+    assert spec.weight_format == weight_format
+    return spec

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from pelton.ops.interface import InputRounding
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.gemv import DTYPES, inner_contiguous
 from pelton_backends.triton.ops.moe import choose, hopper, hopper_int4, hopper_mxfp4, kernels, packed, streamed
@@ -37,6 +38,8 @@ BANDS = (64, 128, 256, 512)
 INTEGERS = ("int4_grouped", "int8_grouped", "int4_minima", "int8_minima")
 TABLES = ("nf4", "fp4")
 FORMATS = ("plain", "e4m3", "mxfp4", *INTEGERS, *TABLES)
+_ROUNDED = InputRounding(dtype="float8_e4m3fn")
+"""Inputs that are rounded for a product over sorted rows. A power of two is their scale: e4m3 is floating point."""
 _MAX_EXPERTS = 1024
 _BLOCK = 32  # numbers of four bits whose bytes lie together
 _CHOSEN_ROWS = 8  # of many tokens, those of a program, a warp each
@@ -178,6 +181,7 @@ class BoundMoe:
             and (experts.group_size is None or hopper.takes_blocks(experts.group_size, experts.group_rows))
             and hopper.can_split(experts.hidden_size, experts.intermediate_size) and alignment(*tensors.experts.values()) == 0
         )  # fmt: skip
+        self._rounds_rows = self._splits_rows and experts.inputs == _ROUNDED
         self._is_streamed = (
             is_hopper(device) and needs.dtype in ("bfloat16", "float16") and not routing.scales_input
             and not experts.has_bias and experts.activation in ACTIVATIONS and experts.weight_format in ("plain", "e4m3")
@@ -445,10 +449,12 @@ class BoundMoe:
         activation = str(self._activation["ACTIVATION"])
         tiles = tile_expert, tile_rows, num_tiles
         if self._splits_rows:
-            weights = self._weights
+            weights, is_rounded = self._weights, self._rounds_rows
             first, second = weights["gate_up_scale"], weights["down_scale"]
-            inner = hopper.experts_matmul(split(x), weights["gate_up"], *tiles, activation, source, first)
-            pairs = hopper.experts_matmul(split(inner, num_tiles, rows), weights["down"], *tiles, weight_scale=second)
+            x_rows = split(x, is_rounded=is_rounded)
+            inner = hopper.experts_matmul(x_rows, weights["gate_up"], *tiles, activation, source, first)
+            inner_rows = split(inner, num_tiles, rows, is_rounded=is_rounded)
+            pairs = hopper.experts_matmul(inner_rows, weights["down"], *tiles, weight_scale=second)
         else:
             inner = hopper.experts_matmul(x, self._decoded("gate_up", x), *tiles, activation, source)
             pairs = hopper.experts_matmul(inner, self._decoded("down", x), *tiles)

@@ -2,8 +2,8 @@
 
 gate and up are one product whose epilogue is the activation. Rows are sorted by expert, and each expert's begin at a multiple of ROWS.
 
-Weights in e4m3 are multiplied as they are, by rows that are sums of two numbers in e4m3: two products at twice the speed of one in
-two bytes, and nothing is decoded into memory.
+Weights in e4m3 are multiplied as they are, and nothing is decoded into memory: by rows that are sums of two numbers in e4m3, two
+products at twice the speed of one in two bytes, or by rows rounded to e4m3, one product.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS = WARP_GROUPS * GROUP_ROWS
 COLUMNS = 256
 STEP = 64  # numbers of a row that are fetched together, of two bytes; in e4m3 twice as many
 STEP_BYTES = 2 * STEP
-STAGES, SPLIT_STAGES = 4, 3  # buffers; of rows that are sums of two, whose steps are longer
+STAGES, SPLIT_STAGES = 4, 3  # buffers of 48 KiB; of 64 KiB, for rows that are sums of two
 _GROUP_ROWS, _ROWS, _COLUMNS = gl.constexpr(GROUP_ROWS), gl.constexpr(ROWS), gl.constexpr(COLUMNS)
 _STEP_BYTES, _STAGES, _SPLIT_STAGES = gl.constexpr(STEP_BYTES), gl.constexpr(STAGES), gl.constexpr(SPLIT_STAGES)
 _WARP_GROUPS = gl.constexpr(WARP_GROUPS)
@@ -52,8 +52,9 @@ def _copy(
     x, weight, tile_expert, left, low, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
     IS_GATED: gl.constexpr,
 ):  # fmt: skip
-    """The copying warp, as far ahead as there are buffers, and into the next tile. low: buffers of the second numbers of sums in e4m3."""
-    IS_SPLIT: gl.constexpr = left.dtype.primitive_bitwidth == 8
+    """The copying warp, as far ahead as there are buffers, and into the next tile. low: buffers of the second numbers of sums in e4m3,
+    None of other rows."""
+    IS_SPLIT: gl.constexpr = low is not None
     STAGES: gl.constexpr = left.shape[0]
     STEP: gl.constexpr = left.shape[2]
     BYTES: gl.constexpr = (2 * _ROWS + _COLUMNS if IS_SPLIT else _ROWS + _COLUMNS) * _STEP_BYTES
@@ -86,7 +87,7 @@ def _gather(
     weight_rows,
 ):  # fmt: skip
     """Four warps in place of `_copy`: rows of x are wherever `source` says, and the copy engine cannot gather."""
-    IS_SPLIT: gl.constexpr = left.dtype.primitive_bitwidth == 8
+    IS_SPLIT: gl.constexpr = low is not None
     STAGES: gl.constexpr = left.shape[0]
     STEP: gl.constexpr = left.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, STEP // 8], [4, 8], [4, 1], [1, 0])
@@ -161,8 +162,9 @@ def _multiply(
     BLOCKS: scales of a row of the weight. Where there are several the sums so far are in units of the block that comes, so that its
     products are added to them as they are."""
     STAGES: gl.constexpr = left.shape[0]
-    IS_SPLIT: gl.constexpr = left.dtype.primitive_bitwidth == 8
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32 if IS_SPLIT else 16])
+    HAS_SCALES: gl.constexpr = left.dtype.primitive_bitwidth == 8
+    IS_SPLIT: gl.constexpr = low is not None
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS, 32 if HAS_SCALES else 16])
     dtype: gl.constexpr = out.dtype
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -216,7 +218,7 @@ def _multiply(
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=is_any)
         if is_any:
             first, second = gl.split(gl.permute(gl.reshape(total, (_GROUP_ROWS, 2, _HALF)), (0, 2, 1)))
-            if IS_SPLIT:
+            if HAS_SCALES:
                 of_rows = _of_rows(
                     inverse, source, tile_rows, tile // num_columns, INDEX, gl.SliceLayout(1, first.type.layout)
                 )
@@ -254,13 +256,13 @@ def experts_matmul_kernel(
     size,
     in_features,
     weight_rows,
+    IS_SPLIT: gl.constexpr,
     BLOCKS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
     """Persistent: programs take tiles in turn, columns first. `size` columns of the result, `weight_rows` of the weight an expert."""
     IS_GATHERED: gl.constexpr = source is not None
     BITS: gl.constexpr = weight.dtype.primitive_bitwidth
-    IS_SPLIT: gl.constexpr = BITS == 8
     STEP: gl.constexpr = _STEP_BYTES * 8 // BITS
     STAGES: gl.constexpr = _SPLIT_STAGES if IS_SPLIT else _STAGES
     TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
@@ -270,9 +272,10 @@ def experts_matmul_kernel(
     num_tiles = gl.load(num_tiles_ptr) * num_columns
     num_steps = (in_features + STEP - 1) // STEP
     left = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, STEP], LINES)
-    low = left
     if IS_SPLIT:
         low = gl.allocate_shared_memory(weight.dtype, [STAGES, _ROWS, STEP], LINES)
+    else:
+        low: gl.constexpr = None
     right = gl.allocate_shared_memory(weight.dtype, [STAGES, _COLUMNS, STEP], LINES)
     buffers = gl.allocate_shared_memory(out.dtype, [_WARP_GROUPS, _GROUP_ROWS, _HALF], TILE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -331,7 +334,7 @@ def takes_blocks(columns: int, rows: int) -> bool:
 
 
 def can_split(hidden_size: int, size: int) -> bool:
-    """Return whether rows of these lengths can be sums of two: whole steps of them are fetched."""
+    """Return whether rows of these lengths can be sums of two, or rounded: whole steps of them are fetched."""
     return hidden_size % STEP_BYTES == size % STEP_BYTES == 0
 
 
@@ -345,8 +348,8 @@ def experts_matmul(
     source       [P] int32  with an activation: row p of the product's input is x[source[p]], for x [T, K] with rows at multiples of 16
                  numbers, in less than 2^31, and K a multiple of STEP
     weight       [E, N, K]  dtype of x, contiguous, K and N multiples of 8; with an activation gate's rows, then up's, N = 2 I. Or
-                 float8_e4m3fn, for x of the same rows as `SplitRows` and K a multiple of 128; weight_scale [E, N, 1] float32 then, or
-                 [E, N, K / 128], the same for each 128 rows (of gate, of up)
+                 float8_e4m3fn, for x of the same rows as `SplitRows`, rounded or not, and K a multiple of 128; weight_scale [E, N, 1]
+                 float32 then, or [E, N, K / 128], the same for each 128 rows (of gate, of up)
     tile_expert  [P / ROWS] int32, tile_rows as many: how many rows from a tile's first on are pairs', or more than ROWS; halves
                  without any are not computed. num_tiles [1] int32: how many tiles there are; the others are not computed
     -> [P, N] or [P, I]
@@ -355,17 +358,17 @@ def experts_matmul(
     rounded as in `pelton.ops.reference`.
     """
     num_experts, weight_rows, in_features = weight.shape
-    rows, inverse, dtype = (x.rows, x.inverse, x.dtype) if isinstance(x, SplitRows) else (x, None, x.dtype)
+    rows, inverse, is_split = (x.rows, x.inverse, not x.is_rounded) if isinstance(x, SplitRows) else (x, None, False)
     size = weight_rows if activation is None else weight_rows // 2
     num_places = rows.shape[0] if source is None else source.shape[0]
-    out = torch.empty((num_places, size), dtype=dtype, device=rows.device)
+    out = torch.empty((num_places, size), dtype=x.dtype, device=rows.device)
     columns = COLUMNS if activation is None else COLUMNS // 2
     tiles = triton.cdiv(num_places, ROWS) * triton.cdiv(size, columns)
     step, num_blocks = STEP_BYTES // weight.element_size(), 1 if weight_scale is None else weight_scale.shape[2]
     lines, tile = gl.NVMMASharedLayout(128, 8 * weight.element_size(), rank=2), gl.NVMMASharedLayout(128, 16, rank=2)
     flat = weight.view(num_experts * weight_rows, in_features)
     _launch(
-        (dtype, weight.dtype, rows.device, activation, source is None, rows.stride(0) % 16 == 0, num_blocks),
+        (x.dtype, weight.dtype, rows.device, activation, source is None, rows.stride(0) % 16 == 0, is_split, num_blocks),
         (min(tiles, num_sms(rows.device)),),
         (
             TensorDescriptor.from_tensor(rows, [ROWS, step], lines) if source is None else rows, source, inverse,
@@ -373,7 +376,7 @@ def experts_matmul(
             TensorDescriptor.from_tensor(out, [GROUP_ROWS, COLUMNS // 2], tile),
             tile_expert, tile_rows, num_tiles, rows.stride(0), size, in_features, weight_rows,
         ),
-        {"BLOCKS": num_blocks, "ACTIVATION": activation},
+        {"IS_SPLIT": is_split, "BLOCKS": num_blocks, "ACTIVATION": activation},
         num_warps=4,
     )  # fmt: skip
     return out
