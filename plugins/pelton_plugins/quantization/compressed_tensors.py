@@ -151,12 +151,12 @@ class _Fp8(StoredFp8):
 
 
 class _Fp8Blocks(BlockFp8):
-    """`weight` e4m3, `weight_scale` for each block; inputs are not rounded."""
+    """`weight` e4m3, `weight_scale` for each block; inputs may be rounded where the group has them rounded."""
 
     name = NAME
 
-    def __init__(self, block: Sequence[int]) -> None:
-        self.decoded = _DecodedBlocks(block)
+    def __init__(self, block: Sequence[int], inputs: InputRounding | None) -> None:
+        self.decoded, self.inputs = _DecodedBlocks(block), inputs
 
 
 class _DecodedBlocks(DecodedFp8):
@@ -278,7 +278,7 @@ def _method(name: str, group: Mapping[str, Any], form: str | None) -> _Method:
                 raise ConfigError(
                     f"config.json's quantization_config has block_structure {block!r} ({name}); expected two sizes, such as [128, 128]."
                 )
-            return _Fp8Blocks(block)
+            return _Fp8Blocks(block, DYNAMIC if group.get("input_activations") else None)
         return _Fp8(_rounding(name, group.get("input_activations")))
     if form in PACKED_FORMATS:
         if group.get("input_activations"):
@@ -342,7 +342,7 @@ def _check_float(group: str, weights: Mapping[str, Any]) -> None:
 
 
 def _check_block_inputs(group: str, inputs: Mapping[str, Any] | None) -> None:
-    """Inputs are not rounded beside blocks: a checkpoint may say that they are, by a scale that it does not have."""
+    """Beside blocks inputs may be rounded by scales that are made of them; a checkpoint has none."""
     if inputs and not (inputs.get("type") == "float" and inputs.get("num_bits") == 8 and inputs.get("dynamic")):
         raise ConfigError(
             f"config.json's quantization_config rounds inputs to type {inputs.get('type')!r}, {inputs.get('num_bits')} bits, dynamic "
