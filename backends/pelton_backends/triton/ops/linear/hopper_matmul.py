@@ -218,6 +218,8 @@ def _multiply(
             if HAS_BLOCKS:
                 coming = scale_at(weight_scale, scale_row, k, num_steps)
                 other_coming = scale_at(weight_scale, other_row, k, num_steps)
+                factor = gl.where(is_first, unit / coming, other_unit / other_coming)
+                unit, other_unit = coming, other_coming
                 sums = warpgroup_mma_wait(0, deps=(total,))
             else:
                 total = warpgroup_mma(
@@ -227,10 +229,8 @@ def _multiply(
             gl.thread_barrier()  # every warp is done with the step before
             mbarrier.arrive(free.index((step + _STAGES - 1) % _STAGES), count=1, pred=k != begin)
             if HAS_BLOCKS:
-                factor = gl.where(is_first, unit / coming, other_unit / other_coming)
                 total = warpgroup_mma_init(sums * factor[None, :])
                 total = warpgroup_mma(rows, right.index(stage).permute((1, 0)), total, is_async=True)
-                unit, other_unit = coming, other_coming
             if INDEX == 0:
                 if next_tile < num_tiles:
                     later = step + _STAGES - 1
