@@ -45,7 +45,16 @@ from pelton_backends.triton.attention.cascade import cascade_attention
 from pelton_backends.triton.attention.prefill_hopper import HopperPrefill
 from pelton_backends.triton.ops import embed, inputs, pinned
 from pelton_backends.triton.ops import logits as head
-from pelton_backends.triton.ops.linear import coded, fp8, fp8_blocks, grouped, grouped_vocab, large_batch, split_k
+from pelton_backends.triton.ops.linear import (
+    coded,
+    fp8,
+    fp8_blocks,
+    grouped,
+    grouped_vocab,
+    hopper_blocks,
+    large_batch,
+    split_k,
+)
 from pelton_backends.triton.ops.lora import gemv as lora_gemv
 from pelton_backends.triton.ops.lora import linear as lora
 from pelton_backends.triton.ops.moe import experts, normed
@@ -264,6 +273,8 @@ def mixture() -> None:
         large_batch.add_norm(sums, residual, case.norm, case.norm_spec)
         sums, _, residual = op(x, x.clone(), slots)
         fp8.add_norm_rounded(sums, residual, norm, None, None, None)
+        sums, _, residual = op(x, x.clone(), slots)
+        hopper_blocks.add_norm_split(sums, residual, norm, None)
 
 
 def ranks() -> None:

@@ -151,6 +151,9 @@ E4M3 = {
     "one row of a long matrix in e4m3": (fp8.Fp8Linear, (1, 14336, 4096), {"norm": False}),
     "gate and up in blocks": (fp8_blocks.Fp8BlocksAddNormLinear, (1, 4096, 28672), GATED),
     "128 rows of down in blocks": (fp8_blocks.Fp8BlocksLinear, (128, 14336, 4096), {"norm": False}),
+    "128 rounded rows of gate and up in blocks": (fp8_blocks.Fp8BlocksAddNormLinear, (128, 4096, 28672), GATED),
+    "many rounded rows of gate and up in blocks": (fp8_blocks.Fp8BlocksAddNormLinear, (384, 1024, 512), GATED),
+    "many rounded rows of down in blocks": (fp8_blocks.Fp8BlocksLinear, (384, 1024, 512), {"norm": False}),
 }
 ADAPTED: dict[str, tuple[Any, list[int], dict[str, Any]]] = {
     "QKV with an adapter": (lora_gemv.LoraGemvAddNormLinear, [0], {"size": 1024, "parts": (2048, 1024, 1024), "norm": True}),
@@ -529,7 +532,9 @@ def multiply_e4m3(dtype: str, name: str) -> None:
     case = make_case(rows, size, out, getattr(torch, dtype), torch.device("cpu"), **options)
     spec, scales = case.needs.linear, torch.empty(out)
     if "blocks" in name:
-        spec, scales = replace(spec, weight_format="fp8_blocks", group_rows=64), torch.empty(out, size // 128)
+        inputs = InputRounding(dtype="float8_e4m3fn") if "rounded" in name else None
+        spec = replace(spec, weight_format="fp8_blocks", group_rows=128, inputs=inputs)
+        scales = torch.empty(out, size // 128)
     else:
         spec = replace(spec, weight_format="fp8_e4m3", inputs=InputRounding(dtype="float8_e4m3fn"))
     tensors = {"weight": torch.empty(out, size, dtype=torch.float8_e4m3fn), "weight_scale": scales}

@@ -156,11 +156,12 @@ class _Fp8(StoredFp8):
 
 
 class _Fp8Blocks(BlockFp8):
-    """`weight` e4m3, `weight_scale` for each block; inputs are not rounded but for those of experts."""
+    """`weight` e4m3, `weight_scale` for each block; inputs may be rounded where the group has them rounded."""
 
     name = NAME
 
     def __init__(self, block: Sequence[int], inputs: InputRounding | None) -> None:
+        self.inputs = inputs
         self.decoded = _DecodedBlocks(block, inputs)
 
 
@@ -347,7 +348,7 @@ def _check_float(group: str, weights: Mapping[str, Any]) -> None:
 
 
 def _block_rounding(group: str, inputs: Mapping[str, Any] | None) -> InputRounding | None:
-    """Return how inputs of experts may be rounded beside blocks; a checkpoint has no scale for any."""
+    """Return how inputs may be rounded beside blocks: by scales that are made of them; a checkpoint has none."""
     if inputs and not (inputs.get("type") == "float" and inputs.get("num_bits") == 8 and inputs.get("dynamic")):
         raise ConfigError(
             f"config.json's quantization_config rounds inputs to type {inputs.get('type')!r}, {inputs.get('num_bits')} bits, dynamic "

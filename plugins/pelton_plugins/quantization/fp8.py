@@ -221,13 +221,18 @@ class _DecodedBlocks(DecodedFp8):
 
 
 class BlockFp8:
-    """A checkpoint with a scale for each block of a matrix, kept for each row of a block; inputs are not rounded but for those of experts.
-    On a CPU, and where blocks do not divide a rank's columns, matrices are decoded while they load."""
+    """A checkpoint with a scale for each block of a matrix, kept for each row of a block; inputs may be rounded where it says so. On a CPU,
+    and where blocks do not divide a rank's columns, matrices are decoded while they load, and inputs are not rounded."""
 
     name = "fp8"
+    inputs: InputRounding | None = DYNAMIC
+    """Where a checkpoint has a scale for a token and a block's columns, a scale for the token serves: e4m3 has exponents, so that
+    numbers below 2^-15 of a row's largest alone lose by it."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.decoded: DecodedFp8 = _DecodedBlocks(settings, left_out(settings), DYNAMIC)
+        if (settings.get("activation_scheme") or "dynamic") != "dynamic":
+            self.inputs = None
+        self.decoded: DecodedFp8 = _DecodedBlocks(settings, left_out(settings), self.inputs)
 
     @property
     def experts(self) -> BlockExperts | None:
@@ -263,7 +268,7 @@ class BlockFp8:
         vector = make_bias(config, shards) if bias else None
         spec = LinearSpec(
             in_features=num_cols, out_features=num_rows, weight_format=BLOCKS_FORMAT, has_bias=vector is not None,
-            group_rows=group_rows,
+            inputs=self.inputs, group_rows=group_rows,
         )  # fmt: skip
         return LinearWeights(spec, {"weight": weight, "weight_scale": scale}, vector)
 

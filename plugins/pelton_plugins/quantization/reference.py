@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT, BLOCKS_FORMAT = "fp8_e4m3", "fp8_blocks"
+"""The latter: `weight` [out, in] float8_e4m3fn and `weight_scale` [out, in / G] float32, those of a row's blocks of G columns, G a power of
+two from 16. `LinearSpec.inputs` says there that inputs may be rounded, where an op is faster so; without it they must not be."""
 NUMBERS_AT_ONCE = 2**22
 """Of a weight, widened at once."""
 
@@ -63,9 +65,9 @@ class Fp8LinearReference:
 
 
 class Fp8BlocksReference:
-    """As `Fp8LinearReference` for "fp8_blocks": each row has a scale for every block of columns, and inputs are not rounded."""
+    """As `Fp8LinearReference` for "fp8_blocks": each row has a scale for every block of columns, and inputs are never rounded."""
 
-    handles = frozenset(["weight_format", "has_bias"])
+    handles = frozenset(["weight_format", "has_bias", "inputs"])
     is_recordable = True
 
     @staticmethod

@@ -33,15 +33,16 @@ IN_E4M3 = (
     "32 normed rows in e4m3",
     "down of 32 rows in e4m3",
 )
-IN_BLOCKS = ("gate and up in blocks", "128 rows of down in blocks")
+IN_BLOCKS = ("gate and up in blocks", "128 rows of down in blocks", "128 rounded rows of gate and up in blocks")
+MANY_IN_BLOCKS = ("many rounded rows of gate and up in blocks", "many rounded rows of down in blocks")
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
 ON_HOPPER = ("experts on Hopper", "experts that stream", "experts in mxfp4 on Hopper", "experts in int4 on Hopper")
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (
-    *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_BLOCKS, *IN_INTEGERS, "one row of a long matrix in e4m3",
-    "many_gated", "dealt", "latent", "hopper_latent", "sparse", "sampling with all", "speculation", "drafts", "parts", "sums", "sent",
-    "logits", "shares", "states", "delta_rule", "key_delta_rule", "other_states", "gate and up of 128 rows", "resident", "columns",
-    "O before a large matrix",
+    *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_BLOCKS, *MANY_IN_BLOCKS, *IN_INTEGERS,
+    "one row of a long matrix in e4m3", "many_gated", "dealt", "latent", "hopper_latent", "sparse", "sampling with all", "speculation",
+    "drafts", "parts", "sums", "sent", "logits", "shares", "states", "delta_rule", "key_delta_rule", "other_states",
+    "gate and up of 128 rows", "resident", "columns", "O before a large matrix",
 )  # fmt: skip
 EVERY = ("attention", "steps", "products", "vocabulary", "adapters", "mixture", "ranks")
 """Kernels whose instructions nobody looks at."""
@@ -80,6 +81,7 @@ READ: dict[str, tuple[int, ...]] = {
         11,
     ),  # two pieces of a row, many rows, four tokens of a row, and two tiles of columns
     "many_gated": (),
+    **dict.fromkeys(MANY_IN_BLOCKS, (1,)),  # the products
     "sampling with all": (),
     "QKV of prompts with adapters": (),  # gate and up have more to do
     "experts on Hopper": (2, 3, 8, 10, 15, 22, 24, 29, 31),
@@ -326,7 +328,8 @@ def test_products_in_e4m3_wait_before_they_write_and_keep_all_in_registers(bfloa
 
 def test_weights_in_blocks_are_on_their_way_before_the_wait(bfloat16: Kernels) -> None:
     kernels = bfloat16(*IN_BLOCKS)
-    names = ["_add_norm_split_kernel", "blocks_kernel", "_split_row_kernel", "blocks_kernel"]
+    rows = ("_add_norm_split_kernel", "_split_row_kernel", "_add_norm_round_kernel")
+    names = [name for one in rows for name in (one, "blocks_kernel")]
     assert [kernel["kernel"] for kernel in kernels] == names
     for kernel in kernels:
         code = kernel["instructions"]
@@ -334,6 +337,29 @@ def test_weights_in_blocks_are_on_their_way_before_the_wait(bfloat16: Kernels) -
     for kernel in kernels[1::2]:
         code = kernel["instructions"]
         assert {"UTMALDG", "LDG"} <= set(code[: code.index("ACQBULK")]) and "QGMMA" in code, "and a scale of each row"
+
+
+def test_sums_of_many_rows_in_blocks_stay_in_registers(bfloat16: Kernels) -> None:
+    """From the wait for one step's products to the next step's: with an activation one number behind them is spilled."""
+    kernels = bfloat16(*MANY_IN_BLOCKS)
+    assert [kernel["kernel"] for kernel in kernels] == [
+        "_add_norm_round_kernel",
+        "hopper_matmul_kernel",
+        "_round_kernel",
+        "hopper_matmul_kernel",
+    ]
+    gated, plain = with_code(kernels)
+    assert (plain["stack"], gated["stack"] <= 8) == (0, True)
+    for code in (gated["instructions"], plain["instructions"]):
+        places = [place for place, name in enumerate(code) if name == "QGMMA"]
+        assert len(places) == 12, "four instructions of each warp group"
+        for first, last in zip(places[::4], places[3::4], strict=True):
+            waits = [place for place, name in enumerate(code[:first]) if name == "WARPGROUP"]
+            loop = code[waits[-2] : last]
+            assert loop.count("FMUL") >= 128 and not {"LDL", "STL"} & set(loop)
+            assert loop.count("MOV") < 16 and loop.count("FSEL") < 16, (
+                "sums are where they were, and which half is known"
+            )
 
 
 def test_parts_of_one_row_are_handed_over_without_a_counter(bfloat16: Kernels) -> None:

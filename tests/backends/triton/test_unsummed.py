@@ -21,6 +21,7 @@ from pelton.ops.interface import (
 )
 from pelton.ops.moe import RoutingSpec
 from pelton_backends.triton.ops.linear.fp8 import Fp8AddNormLinear, add_norm_rounded
+from pelton_backends.triton.ops.linear.hopper_blocks import add_norm_split
 from pelton_backends.triton.ops.linear.large_batch import LargeBatchAddNormLinear, add_norm
 from pelton_backends.triton.ops.linear.small_batch import SmallBatchAddNormLinear
 from pelton_backends.triton.ops.moe import hopper
@@ -101,6 +102,18 @@ def test_rows_that_are_rounded(device: torch.device) -> None:
         got, scales = sum_add_norm_rounded(rows, own, before, scale, bound)
         assert torch.equal(got.float(), want.float()) and torch.equal(scales, want_scales)
         assert torch.equal(own, want_residual)
+
+
+def test_rows_that_are_sums_of_two(device: torch.device) -> None:
+    op, x, slots = one_op(device, 40, torch.bfloat16)
+    norm, residual, sums = Norm(torch.rand_like(x[0]) + 0.5, 1e-6, False), torch.randn_like(x), op(x, slots)
+    op.read_by(left_to(TAKES))
+    want_residual, want, want_inverse = add_norm_split(sums, residual.clone(), norm, None)
+    rows = op(x, slots)
+    assert isinstance(rows, UnsummedRows)
+    own, got, inverse = add_norm_split(rows, residual.clone(), norm, None)
+    assert torch.equal(got.float(), want.float()) and torch.equal(inverse, want_inverse)
+    assert torch.equal(own, want_residual)
 
 
 def test_few_tokens_are_summed_in_the_product(device: torch.device) -> None:

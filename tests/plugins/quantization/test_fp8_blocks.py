@@ -1,6 +1,7 @@
 """Checkpoints in e4m3 with a scale for each block of a matrix, against transformers in float32 with the weights that they say."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ from pelton.config import EngineConfig
 from pelton.errors import ConfigError
 from pelton.model.build import make_build_config
 from pelton.model.resolve import resolve_model
+from pelton.ops.interface import InputRounding
 from pelton.plugins import load_plugins
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.quantization.compressed_tensors import CompressedTensors
 from pelton_plugins.quantization.fp8 import BlockFp8
 from pelton_plugins.quantization.numbers import E4M3
 
 PLUGINS = load_plugins(only=[])
 PROMPT = [5, 9, 200, 31, 77, 4, 18, 250, 13, 13, 90, 2]
 KEPT = ("lm_head", "layers.1.mlp")
+DYNAMIC = InputRounding(dtype="float8_e4m3fn")
 
 
 def compressed(block):
@@ -94,8 +98,8 @@ def test_packed_matrices_are_those_that_are_decoded(family, is_compressed, tmp_p
     decoded = driver(path).step({"a": PROMPT})["a"]
     monkeypatch.setattr(BlockFp8, "create", create_packed_where_it_can)
     run = driver(path)
-    formats = {choice.needs.linear.weight_format for choice in run.build.ops.choices if choice.op == "linear"}
-    assert formats == {"plain", "fp8_blocks"}
+    specs = [choice.needs.linear for choice in run.build.ops.choices if choice.op == "linear"]
+    assert {(spec.weight_format, spec.inputs) for spec in specs} == {("plain", None), ("fp8_blocks", DYNAMIC)}
     got = torch.cat(
         [run.step({"a": PROMPT[:7]})["a"], run.step({"a": PROMPT[7:8]})["a"], run.step({"a": PROMPT[8:]})["a"]]
     )
@@ -107,6 +111,25 @@ def create_packed_where_it_can(self, config, shards, *, bias, is_vocabulary=Fals
     if size is None:
         return self.decoded.create(config, shards, bias=bias, is_vocabulary=is_vocabulary)
     return self.create_packed(config, shards, size, bias=bias)
+
+
+@pytest.mark.parametrize(
+    "scheme, inputs",
+    [({}, DYNAMIC), ({"activation_scheme": "dynamic"}, DYNAMIC), ({"activation_scheme": None}, DYNAMIC),
+     ({"activation_scheme": "static"}, None)],
+)  # fmt: skip
+def test_inputs_may_be_rounded_by_scales_that_are_made_of_them(scheme, inputs):
+    assert BlockFp8({"weight_block_size": [128, 128], **scheme}).inputs == inputs
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_inputs_may_be_rounded_where_the_group_has_them_rounded(is_rounded):
+    settings = compressed((128, 128))
+    if not is_rounded:
+        settings["config_groups"]["group_0"]["input_activations"] = None
+    model = SimpleNamespace(hf_config={"quantization_config": settings})
+    method = CompressedTensors(EngineConfig(), model).method_of(SimpleNamespace(name="model.layers.0.mlp.down_proj"))
+    assert isinstance(method, BlockFp8) and method.inputs == (DYNAMIC if is_rounded else None)
 
 
 def test_weights_that_are_not_e4m3_are_named(tmp_path):

@@ -104,6 +104,20 @@ def sum_of_two_powers(largest):
 
 
 @triton.jit
+def store_split_row(x, out_ptr, inverse_ptr, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr):
+    """Store x [BLOCK] times a power of two as first numbers and then second ones, and one by the power: see `moe.split`."""
+    x = x.to(tl.float32)
+    columns = tl.arange(0, BLOCK)
+    power, inverse = sum_of_two_powers(tl.max(tl.abs(x)))
+    x *= power
+    high = x.to(tl.float8e4nv)
+    target = out_ptr + row * (2 * SIZE) + columns
+    tl.store(target, high, mask=columns < SIZE, eviction_policy=KEPT)
+    tl.store(target + SIZE, (x - high.to(tl.float32)).to(tl.float8e4nv), mask=columns < SIZE, eviction_policy=KEPT)
+    tl.store(inverse_ptr + row, inverse, eviction_policy=KEPT)
+
+
+@triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     """activation(gate) * up in `dtype`; gate and up float32 that hold numbers of `dtype`. Rounded before the product
     and after it."""

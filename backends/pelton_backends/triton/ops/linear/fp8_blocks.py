@@ -1,10 +1,14 @@
-"""Products with weights in float8_e4m3fn whose blocks have scales ("fp8_blocks"); inputs are not rounded.
+"""Products with weights in float8_e4m3fn whose blocks have scales ("fp8_blocks").
 
 The checkpoint has a scale for each block of a matrix; here each row has its blocks' (`weight_scale` [N, K / G] float32, G a power of
 two from 16), so that parts of a merged matrix may begin anywhere. Up to `MAX_TOKENS` rows the sums of a block meet its scale in
 float32: on Hopper, in bfloat16, for blocks of 128 columns whose rows come in runs of 64 (`LinearSpec.group_rows`), in `hopper_blocks`,
 with the norm before and the activation behind; else by kernels of this module, one of them for one row. For more rows the matrix is
 decoded into memory.
+
+Where the checkpoint has inputs rounded (`LinearSpec.inputs`) more than `MAX_SUMS` rows are, each by a scale of its own: they then take half
+of the products in `hopper_blocks`, and more than `MAX_TOKENS` go to `hopper_matmul` with the weights as they are (the matrix's rows in
+runs of 128, no bias).
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from pelton.ops.interface import (
 )
 from pelton.platform.compiling import launch
 from pelton_backends.triton.ops.linear.decoded import multiply_decoded
+from pelton_backends.triton.ops.linear.fp8 import add_norm_rounded, rounded
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.hopper_blocks import (
     BLOCK_COLUMNS,
@@ -36,8 +41,10 @@ from pelton_backends.triton.ops.linear.hopper_blocks import (
     add_norm_split,
     split_rows,
 )
+from pelton_backends.triton.ops.linear.hopper_matmul import BLOCK_ROWS as TILED_BLOCK_ROWS
+from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, halves_of, hopper_matmul
 from pelton_backends.triton.ops.linear.hopper_split_k import can_multiply
-from pelton_backends.triton.ops.linear.large_batch import add_norm, gated
+from pelton_backends.triton.ops.linear.large_batch import add_norm, gated, takes_unsummed
 from pelton_backends.triton.ops.linear.refusals import dtype_refusals, format_refusals, product_refusals
 from pelton_backends.triton.ops.moe.packed import _product_e4m3, _row_sums, decode_kernel
 from pelton_backends.triton.ops.pieces import Norm
@@ -49,6 +56,8 @@ if TYPE_CHECKING:
 FORMAT = "fp8_blocks"
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 256
+MAX_SUMS = 64
+"""Up to so many rows they are sums of two even where they may be rounded: reading the weights is what costs."""
 _DECODED_ROWS = 16
 _ONE_ROW = {"R": 8, "BK": 512}
 """Rows of the weight and columns at once, of a program."""
@@ -93,9 +102,10 @@ def rows_kernel(
 
 
 class Fp8BlocksLinear:
-    """Products and sums in float32, rounded once; equals the torch op to the last place or two of the model's dtype."""
+    """Products and sums in float32, rounded once; equals the torch op to the last place or two of the model's dtype, but where inputs are
+    rounded."""
 
-    handles = HANDLES
+    handles = HANDLES | {"inputs"}
 
     @staticmethod
     def unsupported(needs: LinearNeeds) -> list[str]:
@@ -107,7 +117,7 @@ class Fp8BlocksLinear:
 
 
 class Fp8BlocksAddNormLinear:
-    handles = HANDLES
+    handles = HANDLES | {"inputs"}
 
     @staticmethod
     def unsupported(needs: AddNormLinearNeeds | AddNormGatedLinearNeeds) -> list[str]:
@@ -125,12 +135,17 @@ class Fp8BlocksAddNormLinear:
             after = Norm(tensors.post_norm, post_norm.eps, post_norm.unit_offset)
 
         def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+            if matrix.rounds(hidden.shape[0]):
+                residual, rows, scales = add_norm_rounded(hidden, residual, before, after, None, matrix.bound)
+                return matrix.multiply_rounded(rows, scales, hidden.dtype), residual
             if matrix.few is not None and hidden.shape[0] <= MAX_TOKENS:
                 residual, rows, inverse = add_norm_split(hidden, residual, before, after)
                 return matrix.few(rows, inverse, hidden.dtype), residual
             residual, rows = add_norm(hidden, residual, tensors.norm, norm, tensors.post_norm, post_norm)
             return matrix(rows), residual
 
+        is_gated = matrix.activation is not None
+        call.takes_unsummed = not is_gated and takes_unsummed(needs)  # type: ignore[attr-defined]
         return call
 
 
@@ -153,11 +168,36 @@ class Fp8BlocksMatrix:
             num_counters = triton.cdiv(self.num_rows, 64) * triton.cdiv(MAX_TOKENS, 16)
             counters = torch.zeros(num_counters, dtype=torch.int32, device=self.weight.device)
             self.few = BlocksProduct(self.weight, self.scales, self.bias, activation, counters)
+        inputs = weights.spec.inputs
+        self.may_round, self.bound = inputs is not None and inputs.is_dynamic, inputs and inputs.bound
+        has_runs = weights.spec.group_rows % TILED_BLOCK_ROWS == 0 and (
+            activation is None or parts % TILED_BLOCK_ROWS == 0
+        )
+        is_plain = self.bias is None and self.size == BLOCK_COLUMNS
+        self.takes_tiles = self.may_round and is_plain and has_runs and can_multiply_many(self.weight)
+        self.arrived = halves_of(self.weight.device) if self.takes_tiles else None
+
+    def rounds(self, num_tokens: int) -> bool:
+        """Return whether so many rows are rounded."""
+        if num_tokens > MAX_TOKENS:
+            return self.takes_tiles
+        return self.may_round and self.few is not None and num_tokens > MAX_SUMS
+
+    def multiply_rounded(self, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """rows [T, K] and scales [T] as `fp8.rounded` gives them, where `rounds` says so"""
+        if rows.shape[0] <= MAX_TOKENS:
+            assert self.few is not None
+            return self.few(rows, scales, dtype)
+        return hopper_matmul(
+            rows, self.weight, self.activation, scales=(scales, self.scales), dtype=dtype, arrived=self.arrived
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N] or [T, N / 2]"""
         num_tokens = x.shape[0]
         x = inner_contiguous(x)
+        if self.rounds(num_tokens):
+            return self.multiply_rounded(*rounded(x, None, self.bound), x.dtype)
         if self.few is not None and num_tokens <= MAX_TOKENS:
             return self.few(*split_rows(x), x.dtype)
         if num_tokens > MAX_TOKENS:

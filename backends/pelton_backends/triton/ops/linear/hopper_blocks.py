@@ -1,8 +1,8 @@
 """Products of some rows and weights in e4m3 whose blocks have scales, on Hopper: tensor cores take the weights as they are.
 
-Rows of x are sums of two numbers in e4m3, which lose next to nothing of them, each multiplied by the weights: the sums of a block's 128
-columns are the device's own, and meet the block's scale in float32. Weights are on their way before the rows exist, as in
-`hopper_split_k`.
+Rows of x are sums of two numbers in e4m3, which lose next to nothing of them, each multiplied by the weights; or they are rounded to one
+(`fp8.rounded`), for half of the products. The sums of a block's 128 columns are the device's own, and meet the block's scale in float32.
+Weights are on their way before the rows exist, as in `hopper_split_k`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from pelton_backends.triton.ops.linear.hopper_split_k import (
     store_split,
 )
 from pelton_backends.triton.ops.linear.large_batch import add_norm_row
-from pelton_backends.triton.ops.pieces import Norm, empty_rows, kept_policy, sum_of_two_powers
+from pelton_backends.triton.ops.moe.unsummed import UnsummedRows, sum_add_norm_split
+from pelton_backends.triton.ops.pieces import Norm, empty_rows, kept_policy, store_split_row
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -51,20 +52,6 @@ _PANEL = gl.constexpr(PANEL_BYTES)
 
 
 @triton.jit
-def _store_split(x, out_ptr, inverse_ptr, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr):
-    """Store x [BLOCK] times a power of two as first numbers and then second ones, and one by the power: see `moe.split`."""
-    x = x.to(tl.float32)
-    columns = tl.arange(0, BLOCK)
-    power, inverse = sum_of_two_powers(tl.max(tl.abs(x)))
-    x *= power
-    high = x.to(tl.float8e4nv)
-    target = out_ptr + row * (2 * SIZE) + columns
-    tl.store(target, high, mask=columns < SIZE, eviction_policy=KEPT)
-    tl.store(target + SIZE, (x - high.to(tl.float32)).to(tl.float8e4nv), mask=columns < SIZE, eviction_policy=KEPT)
-    tl.store(inverse_ptr + row, inverse, eviction_policy=KEPT)
-
-
-@triton.jit
 def _split_row_kernel(
     x_ptr, out_ptr, inverse_ptr, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, KEPT: tl.constexpr
 ):
@@ -74,7 +61,7 @@ def _split_row_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * stride + columns, mask=columns < SIZE, other=0.0)
-    _store_split(x, out_ptr, inverse_ptr, row, SIZE, BLOCK, KEPT)
+    store_split_row(x, out_ptr, inverse_ptr, row, SIZE, BLOCK, KEPT)
 
 
 @triton.jit
@@ -90,7 +77,7 @@ def _add_norm_split_kernel(
         hidden_ptr, residual_ptr, sum_ptr, norm_ptr, post_norm_ptr, row, hidden_stride, residual_stride, sum_stride,
         eps, post_eps, SIZE, BLOCK, UNIT_OFFSET, POST_UNIT_OFFSET, PDL, KEPT,
     )  # fmt: skip
-    _store_split(x, out_ptr, inverse_ptr, row, SIZE, BLOCK, KEPT)
+    store_split_row(x, out_ptr, inverse_ptr, row, SIZE, BLOCK, KEPT)
 
 
 _launch_split_row = Launcher(_split_row_kernel)
@@ -115,9 +102,12 @@ def split_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_norm_split(
-    hidden: Tensor, residual: Tensor | None, norm: Norm, post_norm: Norm | None
+    hidden: Tensor | UnsummedRows, residual: Tensor | None, norm: Norm, post_norm: Norm | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`large_batch.add_norm` and `split_rows` in one pass: (the new residual, rows, inverse)."""
+    if isinstance(hidden, UnsummedRows):
+        assert residual is not None and post_norm is None
+        return residual, *sum_add_norm_split(hidden, residual, norm)
     num_rows, size = hidden.shape
     out = empty_rows(num_rows, 2 * size, hidden, torch.float8_e4m3fn)
     inverse = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
@@ -160,9 +150,10 @@ def _scale_at(scales, is_first, panel, BLOCKS: gl.constexpr, OTHER: gl.constexpr
 def blocks_kernel(
     x, weight, weight_scale, inverse, bias, out, partials, counters, num_tokens,
     N: gl.constexpr, K: gl.constexpr, ACTIVATION: gl.constexpr, M: gl.constexpr, R: gl.constexpr, PANELS: gl.constexpr,
-    SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
-    """R rows of the weight by a SPLIT-th of K, for M rows of x: through a ring of STAGES buffers of PANELS times 128 columns."""
+    """R rows of the weight by a SPLIT-th of K, for M rows of x, each number of which is the sum of TERMS: through a ring of STAGES buffers
+    of PANELS times 128 columns."""
     BLOCKS: gl.constexpr = K // _PANEL
     STEPS: gl.constexpr = BLOCKS // (PANELS * SPLIT)
     IS_PAIRED: gl.constexpr = ACTIVATION is not None
@@ -171,7 +162,7 @@ def blocks_kernel(
     row = tile * (R // 2 if IS_PAIRED else R)
     first = part * STEPS * PANELS
     weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
-    rows = gl.allocate_shared_memory(x.dtype, [2 * STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
+    rows = gl.allocate_shared_memory(x.dtype, [TERMS * STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
     weight_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     row_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -179,7 +170,7 @@ def blocks_kernel(
         mbarrier.init(row_barriers.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.expect(weight_barriers.index(i), weight.block_type.nbytes)
-        mbarrier.expect(row_barriers.index(i), 2 * x.block_type.nbytes)
+        mbarrier.expect(row_barriers.index(i), TERMS * x.block_type.nbytes)
     for i in gl.static_range(STAGES):
         fetch(weight, row, first + i * PANELS, weight_barriers.index(i), weights.index(i), IS_PAIRED)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 32])
@@ -189,8 +180,9 @@ def blocks_kernel(
     gdc_launch_dependents()
     gdc_wait()
     for i in gl.static_range(STAGES):
-        fetch(x, token, first + i * PANELS, row_barriers.index(i), rows.index(2 * i), False)
-        fetch(x, token, BLOCKS + first + i * PANELS, row_barriers.index(i), rows.index(2 * i + 1), False)
+        for j in gl.static_range(TERMS):
+            at = j * BLOCKS + first + i * PANELS
+            fetch(x, token, at, row_barriers.index(i), rows.index(TERMS * i + j), False)
     tokens = token + gl.arange(0, M, gl.SliceLayout(0, layout))
     of_tokens = gl.load(inverse + gl.minimum(tokens, num_tokens - 1))
 
@@ -204,24 +196,28 @@ def blocks_kernel(
         mbarrier.wait(weight_barriers.index(stage), phase)
         mbarrier.wait(row_barriers.index(stage), phase)
         left = weights.index(stage).reshape((PANELS * R, _PANEL))
-        high = rows.index(2 * stage).reshape((PANELS * M, _PANEL))
-        low = rows.index(2 * stage + 1).reshape((PANELS * M, _PANEL))
+        high = rows.index(TERMS * stage).reshape((PANELS * M, _PANEL))
+        low = rows.index(TERMS * stage + TERMS - 1).reshape((PANELS * M, _PANEL))
         parts = ()
         for i in gl.static_range(PANELS):
             sums = warpgroup_mma_init(gl.zeros((R, M), gl.float32, layout))
             lines = left.slice(i * R, R)
             sums = warpgroup_mma(lines, high.slice(i * M, M).permute((1, 0)), sums, use_acc=False, is_async=True)
-            parts += (warpgroup_mma(lines, low.slice(i * M, M).permute((1, 0)), sums, is_async=True),)
+            if TERMS > 1:
+                sums = warpgroup_mma(lines, low.slice(i * M, M).permute((1, 0)), sums, is_async=True)
+            parts += (sums,)
         parts = warpgroup_mma_wait(0, deps=parts)
         if STEPS > STAGES:  # noqa: SIM102
             if step + STAGES < STEPS:
                 gl.thread_barrier()  # every warp's products of that stage are done
                 mbarrier.expect(weight_barriers.index(stage), weight.block_type.nbytes)
-                mbarrier.expect(row_barriers.index(stage), 2 * x.block_type.nbytes)
+                mbarrier.expect(row_barriers.index(stage), TERMS * x.block_type.nbytes)
                 at = panel + STAGES * PANELS
                 fetch(weight, row, at, weight_barriers.index(stage), weights.index(stage), IS_PAIRED)
-                fetch(x, token, at, row_barriers.index(stage), rows.index(2 * stage), False)
-                fetch(x, token, BLOCKS + at, row_barriers.index(stage), rows.index(2 * stage + 1), False)
+                for j in gl.static_range(TERMS):
+                    fetch(
+                        x, token, j * BLOCKS + at, row_barriers.index(stage), rows.index(TERMS * stage + j), False
+                    )  # fmt: skip
         for i in gl.static_range(PANELS):
             total += (parts[i] if PANELS > 1 else parts) * scales[i][:, None]
     total = total * of_tokens[None, :]
@@ -244,8 +240,8 @@ class BlocksTiling(NamedTuple):
 
 
 @cache
-def choose_blocks_tiling(num_tokens: int, out_features: int, in_features: int) -> BlocksTiling:
-    """Choose as measured on an H200 with Llama-3.1-8B's matrices: see docs/performance/models.md."""
+def choose_blocks_tiling(num_tokens: int, out_features: int, in_features: int, terms: int = 2) -> BlocksTiling:
+    """Choose as measured on an H200 with Llama-3.1-8B's matrices and sums of two (terms): see docs/performance/models.md."""
     tokens, tiles = min(max(triton.next_power_of_2(num_tokens), 16), MOST_TOKENS), triton.cdiv(out_features, ROWS)
     if tokens == MOST_TOKENS and tiles * triton.cdiv(num_tokens, tokens) < 128:
         tokens //= 2
@@ -256,7 +252,7 @@ def choose_blocks_tiling(num_tokens: int, out_features: int, in_features: int) -
     ):
         split *= 2
     memory = 105_000 if programs * split > PROGRAMS else 205_000  # two programs share a multiprocessor
-    stage_bytes = (ROWS + 2 * tokens) * PANEL_BYTES
+    stage_bytes = (ROWS + terms * tokens) * PANEL_BYTES
     panels = 1
     for several, least in ((2, 2), (4, 3)):
         fits = memory >= least * several * stage_bytes and several * tokens <= 2 * MOST_TOKENS
@@ -282,10 +278,11 @@ class BlocksProduct:
         self._described: dict[int, TensorDescriptor] = {}
 
     def __call__(self, rows: Tensor, inverse: Tensor, dtype: torch.dtype, tiling: BlocksTiling | None = None) -> Tensor:
-        """rows [T, 2 K] and inverse [T], as `split_rows` gives them -> [T, N] or [T, N / 2] of dtype"""
+        """rows [T, 2 K] and inverse [T], as `split_rows` gives them, or [T, K] and [T] of `fp8.rounded` -> [T, N] or [T, N / 2] of dtype"""
         num_tokens, (out_features, in_features) = rows.shape[0], self._weight.shape
+        terms = rows.shape[1] // in_features
         activation = self._activation
-        tiling = tiling or choose_blocks_tiling(num_tokens, out_features, in_features)
+        tiling = tiling or choose_blocks_tiling(num_tokens, out_features, in_features, terms)
         num_columns = out_features // 2 if activation is not None else out_features
         num_tiles, num_blocks = triton.cdiv(out_features, ROWS), triton.cdiv(num_tokens, tiling.tokens)
         out = empty_rows(num_tokens, num_columns, rows, dtype)
@@ -301,12 +298,12 @@ class BlocksProduct:
             weight = self._described[tiling.panels] = describe(self._weight, out_features, ROWS, tiling.panels)
         rows_of_x = panels_of(rows, rows_in_memory(rows, num_blocks * tiling.tokens), tiling.tokens, tiling.panels)
         _launch(
-            (dtype, rows.device, out_features, in_features, activation, self._bias is None, self._alignment, tiling),
+            (dtype, rows.device, out_features, in_features, activation, self._bias is None, self._alignment, tiling, terms),
             (num_tiles, tiling.split, num_blocks),
             (rows_of_x, weight, self._scale, inverse, self._bias, out, partials, self._counters, num_tokens),
             {
                 "N": out_features, "K": in_features, "ACTIVATION": activation, "M": tiling.tokens, "R": ROWS,
-                "PANELS": tiling.panels, "SPLIT": tiling.split, "STAGES": tiling.stages,
+                "PANELS": tiling.panels, "SPLIT": tiling.split, "STAGES": tiling.stages, "TERMS": terms,
             },
             num_warps=4, **launch_options(has_pdl(rows.device)),
         )  # fmt: skip

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pelton_backends.triton.launch import Launcher
-from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, scaled_half, store_tile
+from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, scale_at, scaled_half, store_tile
 from pelton_backends.triton.ops.moe.split import SplitRows
 from pelton_backends.triton.runtime import num_sms
 
@@ -44,7 +44,6 @@ _GROUP_ROWS, _ROWS, _COLUMNS = gl.constexpr(GROUP_ROWS), gl.constexpr(ROWS), gl.
 _STEP_BYTES, _STAGES, _SPLIT_STAGES = gl.constexpr(STEP_BYTES), gl.constexpr(STAGES), gl.constexpr(SPLIT_STAGES)
 _WARP_GROUPS = gl.constexpr(WARP_GROUPS)
 _HALF = gl.constexpr(COLUMNS // 2)
-_LEAST_SCALE = gl.constexpr(1e-20)
 
 
 @gluon.jit
@@ -128,13 +127,6 @@ def _of_rows(inverse, source, tile_rows, tile, INDEX: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def _scale_at(weight_scale, row, block, BLOCKS: gl.constexpr):
-    """Return the scale of a row's block of columns, not 0: sums are divided by it."""
-    scale = gl.load(weight_scale + row * BLOCKS + block)
-    return gl.where(gl.abs(scale) < _LEAST_SCALE, _LEAST_SCALE, scale)
-
-
-@gluon.jit
 def _multiply(
     INDEX: gl.constexpr,
     out,
@@ -179,7 +171,7 @@ def _multiply(
                 size if ACTIVATION is not None else gl.minimum(_HALF, size - 1 - column * _COLUMNS)
             )
             unit, other_unit = (
-                _scale_at(weight_scale, scale_row, 0, BLOCKS), _scale_at(weight_scale, other_row, 0, BLOCKS)
+                scale_at(weight_scale, scale_row, 0, BLOCKS), scale_at(weight_scale, other_row, 0, BLOCKS)
             )  # fmt: skip
             is_first = gl.arange(0, _COLUMNS, gl.SliceLayout(0, LAYOUT)) < _HALF
         for _ in range(steps, num_steps):
@@ -193,8 +185,8 @@ def _multiply(
             if source is not None:
                 fence_async_shared()  # threads wrote these rows, not the copy engine
             if BLOCKS > 1:
-                coming = _scale_at(weight_scale, scale_row, k, BLOCKS)
-                other_coming = _scale_at(weight_scale, other_row, k, BLOCKS)
+                coming = scale_at(weight_scale, scale_row, k, BLOCKS)
+                other_coming = scale_at(weight_scale, other_row, k, BLOCKS)
                 sums = warpgroup_mma_wait(0, deps=(total,))
                 gl.thread_barrier()  # every warp is done with the step before
                 mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)

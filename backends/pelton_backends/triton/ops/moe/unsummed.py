@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.ops.pieces import Norm, empty_rows, kept_policy, normed, store_rounded
+from pelton_backends.triton.ops.pieces import Norm, empty_rows, kept_policy, normed, store_rounded, store_split_row
 from pelton_backends.triton.runtime import has_pdl, launch_options, let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
@@ -84,9 +84,9 @@ def clear_counts(count_ptr, is_first, E: tl.constexpr, EB: tl.constexpr, STRIDE:
 def sum_add_norm_kernel(
     pair_ptr, expert_ptr, share_ptr, place_ptr, count_ptr, residual_ptr, norm_ptr, out_ptr, scales_ptr, input_scale_ptr, residual_stride,
     eps, H: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr,
-    IS_WHOLE: tl.constexpr, UNIT_OFFSET: tl.constexpr, BOUND: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
+    IS_WHOLE: tl.constexpr, UNIT_OFFSET: tl.constexpr, IS_SPLIT: tl.constexpr, BOUND: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program: `combine_kernel` and `large_batch.add_norm`, with their roundings; the rows rounded where they have scales."""
+    """One token a program: `combine_kernel` and `large_batch.add_norm`, with their roundings. Rows with scales are rounded, or sums of two."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < H
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
@@ -103,6 +103,8 @@ def sum_add_norm_kernel(
     x = normed(x, inverse_rms, norm, UNIT_OFFSET, dtype)
     if scales_ptr is None:
         tl.store(out_ptr + row * H + columns, x, mask=mask, eviction_policy=KEPT)
+    elif IS_SPLIT:
+        store_split_row(x, out_ptr, scales_ptr, row, H, BLOCK, KEPT)
     else:
         store_rounded(x, out_ptr, scales_ptr, input_scale_ptr, row, H, BLOCK, BOUND, KEPT)
 
@@ -117,7 +119,7 @@ def sum_add_norm(
     """Write `large_batch.add_norm` of the sums: the normed rows to out [T, H], and the new residual where the old one was.
 
     residual [T, H], strides (any, 1), of out's dtype; or out is float8_e4m3fn, and scales [T] float32 is given what its rows are divided
-    by: see `fp8.rounded` for those, `input_scale` and `bound`.
+    by: see `fp8.rounded` for those, `input_scale` and `bound`, and `hopper_blocks.split_rows` for out [T, 2 H].
     """
     num_tokens, size = hidden.shape
     pairs, experts, shares, places, counts = hidden.take()
@@ -125,8 +127,8 @@ def sum_add_norm(
     block, pdl = triton.next_power_of_2(size), has_pdl(out.device)
     constants = {
         "H": size, "BLOCK": block, "E": hidden.num_held, "EB": triton.next_power_of_2(hidden.num_held), "K": experts.shape[1],
-        "STRIDE": hidden.stride, "IS_WHOLE": hidden.is_whole, "UNIT_OFFSET": norm.unit_offset, "BOUND": bound,
-        "KEPT": kept_policy(num_tokens), "PDL": pdl,
+        "STRIDE": hidden.stride, "IS_WHOLE": hidden.is_whole, "UNIT_OFFSET": norm.unit_offset, "IS_SPLIT": out.shape[1] > size,
+        "BOUND": bound,        "KEPT": kept_policy(num_tokens), "PDL": pdl,
     }  # fmt: skip
     optional = places, counts, scales, input_scale
     _launch(
@@ -157,3 +159,12 @@ def sum_add_norm_rounded(
     scales = torch.empty(hidden.shape[0], dtype=torch.float32, device=residual.device)
     sum_add_norm(hidden, residual, norm, rows, scales, input_scale, bound)
     return rows, scales
+
+
+def sum_add_norm_split(hidden: UnsummedRows, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """Return the normed rows as sums of two numbers in e4m3 [T, 2 H], and one by their powers; the new residual as above."""
+    num_tokens, size = hidden.shape
+    rows = empty_rows(num_tokens, 2 * size, residual, torch.float8_e4m3fn)
+    inverse = torch.empty(num_tokens, dtype=torch.float32, device=residual.device)
+    sum_add_norm(hidden, residual, norm, rows, inverse)
+    return rows, inverse
