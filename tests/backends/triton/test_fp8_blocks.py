@@ -330,7 +330,7 @@ def check_rounded(needs, tensors, num_tokens):
         assert off.norm() <= tolerance * size.norm()
         assert (off <= 1.5 * tolerance * size).all(), (off / size).max()
 
-    norm = Norm(tensors.norm, needs.norm.eps)
+    norm = Norm(tensors.norm, needs.norm.eps, needs.norm.unit_offset)
     for _ in range(2):  # the second finds counters and halves as the first left them
         total, *rows = add_norm_rounded(hidden.clone(), residual.clone(), norm, None, None, None)
         got, found = Fp8BlocksAddNormLinear.bind(needs, tensors)(hidden.clone(), residual.clone())

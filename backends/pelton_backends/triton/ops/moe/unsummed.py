@@ -86,7 +86,7 @@ def sum_add_norm_kernel(
     eps, H: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr,
     IS_WHOLE: tl.constexpr, UNIT_OFFSET: tl.constexpr, IS_SPLIT: tl.constexpr, BOUND: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token a program: `combine_kernel` and `large_batch.add_norm`, with their roundings. Rows with scales are rounded, or sums of two."""
+    """One token a program: `combine_kernel` and `large_batch.add_norm`, with their roundings. Rows with scales are rounded or split."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = columns < H
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
@@ -128,7 +128,7 @@ def sum_add_norm(
     constants = {
         "H": size, "BLOCK": block, "E": hidden.num_held, "EB": triton.next_power_of_2(hidden.num_held), "K": experts.shape[1],
         "STRIDE": hidden.stride, "IS_WHOLE": hidden.is_whole, "UNIT_OFFSET": norm.unit_offset, "IS_SPLIT": out.shape[1] > size,
-        "BOUND": bound,        "KEPT": kept_policy(num_tokens), "PDL": pdl,
+        "BOUND": bound, "KEPT": kept_policy(num_tokens), "PDL": pdl,
     }  # fmt: skip
     optional = places, counts, scales, input_scale
     _launch(
