@@ -137,10 +137,10 @@ class Fp8BlocksAddNormLinear:
         def call(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
             if matrix.rounds(hidden.shape[0]):
                 residual, rows, scales = add_norm_rounded(hidden, residual, before, after, None, matrix.bound)
-                return matrix.multiply_rounded(rows, scales, hidden.dtype), residual
+                return matrix.multiply_rounded(rows, scales, residual.dtype), residual
             if matrix.few is not None and hidden.shape[0] <= MAX_TOKENS:
                 residual, rows, inverse = add_norm_split(hidden, residual, before, after)
-                return matrix.few(rows, inverse, hidden.dtype), residual
+                return matrix.few(rows, inverse, residual.dtype), residual
             residual, rows = add_norm(hidden, residual, tensors.norm, norm, tensors.post_norm, post_norm)
             return matrix(rows), residual
 
