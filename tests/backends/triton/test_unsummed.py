@@ -21,6 +21,7 @@ from pelton.ops.interface import (
 )
 from pelton.ops.moe import RoutingSpec
 from pelton_backends.triton.ops.linear.fp8 import Fp8AddNormLinear, add_norm_rounded
+from pelton_backends.triton.ops.linear.fp8_blocks import Fp8BlocksAddNormLinear, Fp8BlocksMatrix
 from pelton_backends.triton.ops.linear.hopper_blocks import add_norm_split
 from pelton_backends.triton.ops.linear.large_batch import LargeBatchAddNormLinear, add_norm
 from pelton_backends.triton.ops.linear.small_batch import SmallBatchAddNormLinear
@@ -153,6 +154,40 @@ def test_products_in_e4m3_take_them(device: torch.device) -> None:
     }  # fmt: skip
     tensors = AddNormLinearTensors(torch.rand_like(x[0]) + 0.5, LinearWeights(spec, matrix))
     product, residual, sums = Fp8AddNormLinear.bind(needs, tensors), torch.randn_like(x), op(x, slots)
+    want, want_residual = product(sums, residual.clone())
+    op.read_by(left_to(product))
+    rows = op(x, slots)
+    assert isinstance(rows, UnsummedRows)
+    got, own = product(rows, residual.clone())  # type: ignore[arg-type]
+    assert torch.equal(got, want) and torch.equal(own, want_residual)
+
+
+@pytest.mark.parametrize("way", ["rounded", "split", "plain"])
+def test_products_of_blocks_take_them(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch in place of the products for Hopper."""
+    op, x, slots = one_op(device, 40, torch.bfloat16, sizes=(64, 32))
+    needs = AddNormLinearNeeds(
+        dtype="bfloat16", norm=NormSpec(size=64, eps=1e-6),
+        linear=LinearSpec(in_features=64, out_features=48, weight_format="fp8_blocks", group_rows=16),
+    )  # fmt: skip
+    weight = (torch.randn(48, 64, device=device) * 8).to(torch.float8_e4m3fn)
+    matrix = {"weight": weight, "weight_scale": torch.rand(48, 4, device=device) / 64}
+
+    def multiplied(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        parts = rows.float().view(len(rows), -1, 64).sum(1)
+        return ((parts * scales[:, None]) @ weight.float().T).to(dtype)
+
+    monkeypatch.setattr(Fp8BlocksMatrix, "rounds", lambda self, num_tokens: way == "rounded")
+    monkeypatch.setattr(Fp8BlocksMatrix, "multiply_rounded", lambda self, *arguments: multiplied(*arguments))
+    made = Fp8BlocksMatrix.__init__
+
+    def with_few(self: Fp8BlocksMatrix, *arguments: Any) -> None:
+        made(self, *arguments)
+        self.few = multiplied if way == "split" else None  # type: ignore[assignment]
+
+    monkeypatch.setattr(Fp8BlocksMatrix, "__init__", with_few)
+    tensors = AddNormLinearTensors(torch.rand_like(x[0]) + 0.5, LinearWeights(needs.linear, matrix))
+    product, residual, sums = Fp8BlocksAddNormLinear.bind(needs, tensors), torch.randn_like(x), op(x, slots)
     want, want_residual = product(sums, residual.clone())
     op.read_by(left_to(product))
     rows = op(x, slots)
