@@ -153,11 +153,11 @@ def pack_weights(readers: Sequence[Any]) -> None:
             return
 
 
-@dataclass(frozen=True, slots=True)
 class BySize:
     """The first part that takes the first argument's number of rows; the last takes all."""
 
-    parts: list[_Ranged]
+    def __init__(self, parts: list[_Ranged]) -> None:
+        self.parts = parts
 
     def part(self, num_tokens: int) -> Callable[..., Any]:
         for part in self.parts:
@@ -168,6 +168,6 @@ class BySize:
     def __call__(self, first: Any, *rest: Any) -> Any:
         return self.part(first.shape[0])(first, *rest)
 
-    def read_by(self, reader: Callable[[int], Callable[..., Any]]) -> None:
+    def read_by(self, reader: Callable[[int], Callable[..., Any] | None]) -> None:
         for part in self.parts:
             getattr(part.call, "read_by", lambda reader: None)(reader)

@@ -65,14 +65,19 @@ def run_with_few_layers(model: Any, steps: Iterable[Callable[[], None]]) -> None
 
 @contextmanager
 def few_layers(model: Any) -> Iterator[None]:
-    """Leave a model that is a chain of layers its first one, whose residual is missing, and then one of each kind. The others
-    launch the same kernels: going through 28 layers of every step took 25 s of a first start on the H200 machine."""
+    """Leave a model that is a chain of layers its first one, whose residual is missing, and then one of each kind, or as many in all as
+    the model's `warm_up_layers_of_a_kind` says. The others launch the same kernels: going through 28 layers of every step took 25 s of a
+    first start on the H200 machine."""
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         yield
         return
-    kinds = {_kind(layer): layer for layer in reversed(layers[1:])}
-    _set_layers(model, nn.ModuleList([layers[0], *reversed(kinds.values())]))
+    kinds: dict[Hashable, list[int]] = {}
+    for index, layer in enumerate(layers):
+        kinds.setdefault(_kind(layer), []).append(index)
+    count = getattr(model, "warm_up_layers_of_a_kind", 1)
+    some = (place for places in kinds.values() for place in places[: max(count, 1 + (places[0] == 0))])
+    _set_layers(model, nn.ModuleList(layers[index] for index in sorted({0, *some})))
     try:
         yield
     finally:

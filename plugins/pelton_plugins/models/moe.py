@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -79,15 +80,22 @@ class MoeForCausalLM(LlamaForCausalLM):
     """`layer_class` is all that a model of this shape replaces."""
 
     layer_class = MoeDecoderLayer
+    warm_up_layers_of_a_kind = 2
+    """One of which reads what the other gives."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
-        if not self._has_own_forward:
-            return
-        layers: list[Any] = list(self.layers)
-        for layer, above in pairwise(layers):
-            if is_of_moe(layer) and is_of_moe(above) and layer.experts is not None:
-                layer.experts.read_by(above.qkv_proj.reader)
+        self._chain: tuple[Any, dict[Any, Any]] = None, {}
+        for layer in self.layers if self._has_own_forward else ():
+            if is_of_moe(layer) and layer.experts is not None:
+                layer.experts.read_by(partial(self._reader, layer))  # type: ignore[operator,union-attr]
+
+    def _reader(self, layer: Any, num_tokens: int) -> Callable[..., Any] | None:
+        """Return the op that reads so many rows of what a layer gives: QKV of the layer above, if there is one. Warm-ups leave layers out."""
+        if self._chain[0] is not self.layers:
+            self._chain = self.layers, dict(pairwise(self.layers))
+        above = self._chain[1].get(layer)
+        return None if above is None or not is_of_moe(above) else above.qkv_proj.reader(num_tokens)
 
     @property
     def _has_own_forward(self) -> bool:

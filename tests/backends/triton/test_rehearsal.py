@@ -38,7 +38,10 @@ def starts(count: int, cache: Path, *arguments: str) -> list[dict[str, int]]:
     [
         (("llama", "NONE", "fp8_e4m3"), {}),
         (("gemma3", "PIECEWISE"), {}),
-        (("qwen3_moe", "FULL_AND_PIECEWISE"), {"mlp_only_layers": [0]}),  # one layer as Qwen3's, one with experts
+        (
+            ("qwen3_moe", "FULL_AND_PIECEWISE"),
+            {"mlp_only_layers": [0], "num_hidden_layers": 4},
+        ),  # the first as Qwen3's, others with experts
     ],
     ids=["llama", "gemma3", "qwen3_moe"],
 )

@@ -161,6 +161,15 @@ def test_of_layers_that_launch_the_same_kernels_one_is_gone_through_and_the_firs
     worker.shutdown()
 
 
+def test_of_layers_of_which_one_reads_what_the_other_gives_two_are_gone_through(tmp_path):
+    sizes = {"num_hidden_layers": 6, "mlp_only_layers": [0, 3]}
+    worker = make_worker(make_tiny_checkpoint(tmp_path / "qwen3_moe", "qwen3_moe", **sizes))
+    layers = list(worker.model.layers)
+    with few_layers(worker.model):
+        assert [layers.index(layer) for layer in worker.model.layers] == [0, 1, 2, 3]
+    worker.shutdown()
+
+
 def test_layers_of_a_model_that_pools_are_left_out_too(tmp_path):
     worker = make_worker(make_tiny_checkpoint(tmp_path / "qwen3", "qwen3", num_hidden_layers=4), runner="pooling")
     layers = worker.model.model.layers

@@ -165,7 +165,7 @@ class BoundMoe:
         self._common = {"SCALES_INPUT": routing.scales_input, "PDL": self._pdl}
         self._options = launch_options(self._pdl)
         self._is_wide = tensors.router.dtype == torch.float32
-        self._reader: Callable[[int], Callable[..., Any]] | None = None
+        self._reader: Callable[[int], Callable[..., Any] | None] | None = None
         device = tensors.router.device
         # Zeros whenever no kernel runs.
         self._counts = torch.zeros(self._num_held, dtype=torch.int32, device=device)
@@ -205,7 +205,7 @@ class BoundMoe:
             and hopper_int4.can_multiply(experts.hidden_size, experts.intermediate_size, experts.group_size)
         )
 
-    def read_by(self, reader: Callable[[int], Callable[..., Any]]) -> None:
+    def read_by(self, reader: Callable[[int], Callable[..., Any] | None]) -> None:
         """See `Moe`: a reader with an attribute `takes_unsummed = True` is given `UnsummedRows` where sums are a kernel of their own."""
         self._reader = reader
 
