@@ -177,9 +177,9 @@ def pretend_hopper(monkeypatch):
             x = sum(part.double() for part in rows.chunk(terms, 1)) * inverse.double()[:, None]
             return product(x, self.weight, self.scales, self.activation, dtype)
 
-    def many(x, weight, activation, *, scales, dtype, arrived):
-        calls.append(("many", len(x), arrived))
-        return product(x.double() * scales[0].double()[:, None], weight, scales[1], activation, dtype)
+    def many(x, inverse, weight, scales, activation, dtype):
+        calls.append(("many", len(x), 1))
+        return product(x.double() * inverse.double()[:, None], weight, scales, activation, dtype)
 
     def multiply_decoded(x, decoded, out_features, bias, activation):
         calls.append(("decoded", len(x), None))
@@ -188,14 +188,14 @@ def pretend_hopper(monkeypatch):
         return out if activation is None else gated(out, activation)
 
     for name, value in {
-        "can_multiply": lambda weight: True, "can_multiply_many": lambda weight: True, "halves_of": lambda device: "halves",
-        "BlocksProduct": Few, "hopper_matmul": many, "multiply_decoded": multiply_decoded,
+        "can_multiply": lambda weight: True, "can_multiply_many": lambda weight: True,
+        "BlocksProduct": Few, "many_blocks_matmul": many, "multiply_decoded": multiply_decoded,
     }.items():  # fmt: skip
         monkeypatch.setattr(fp8_blocks, name, value)
     return calls
 
 
-FEW, MANY, DECODED = ("few", 32, 2), ("many", 257, "halves"), ("decoded", 257, None)
+FEW, MANY, DECODED = ("few", 32, 2), ("many", 257, 1), ("decoded", 257, None)
 
 
 @pytest.mark.parametrize("num_tokens", [32, 33, 256, 257])
@@ -244,14 +244,6 @@ def test_halves_of_a_matrix_have_blocks_of_their_own(device, monkeypatch):
     ):
         _, tensors = case(device, num_rows, 128, 128, group_rows=128, inputs=DYNAMIC)
         assert Fp8BlocksMatrix(tensors.linear, "bfloat16", activation).takes_tiles is takes
-
-
-def test_tiles_of_a_last_round_have_two_programs():
-    """QKV of Llama-3.1-8B and 257 rows: 48 tiles for 132 programs, each in two halves of 16 blocks. 288 of gate and up leave 24."""
-    assert num_tiles(257, 6144, None) == 48 == halved_tiles(48, 4096, 132)
-    assert num_tiles(257, 28672, "silu") == 224 and halved_tiles(224, 4096, 132) == 0
-    assert num_tiles(193, 36864, "silu") == 288 and halved_tiles(288, 4096, 132) == 24
-    assert halved_tiles(24, 896, 132) == 0, "their rows are short"
 
 
 def test_norms_of_rounded_rows(device):
@@ -308,8 +300,9 @@ def check_rounded(needs, tensors, num_tokens):
     """Against float64 of the same rounded numbers, each row and all of them.
 
     Results are rounded to bfloat16 (2^-9 at most, a third of it in the mean of squares' root; those with an activation four times over).
-    Sums of e4m3 keep 13 bits behind the largest of what is added, and cut off the rest: 2^-14 of the sums so far in the mean, for each
-    instruction of 32 numbers, at most all one way. `hopper_blocks` has float32 behind a block's four, `hopper_matmul` nowhere."""
+    Sums of e4m3 keep 13 bits behind the largest of what is added, and cut off the rest: 2^-14 of the sums so far in the mean, for each of
+    a block's four instructions, at most all one way. Sums of blocks are float32. As many rows as the weight has are alike on both sides
+    (one seed makes them), so that products have one sign: where tensor cores add up 14,336 numbers, 0.15 of a row's norm is lost."""
     linear, activation = tensors.linear, getattr(needs, "activation", None)
     weight, scales = linear.tensors["weight"], linear.tensors["weight_scale"]
     generator = torch.Generator(weight.device).manual_seed(num_tokens)
@@ -317,8 +310,7 @@ def check_rounded(needs, tensors, num_tokens):
     hidden, residual = (
         numbers * torch.logspace(-2, 2, num_tokens, device=weight.device)[torch.randperm(num_tokens), None]
     ).bfloat16()
-    steps = weight.shape[1] // 32 if num_tokens > 256 else 4
-    tolerance = (2e-3 + steps * 2**-14) * (1 if activation is None else 2)
+    tolerance = (2e-3 + 4 * 2**-14) * (1 if activation is None else 2)
 
     def compare(got, rows, inverse):
         x = rows.double() * inverse.double()[:, None]
@@ -331,7 +323,7 @@ def check_rounded(needs, tensors, num_tokens):
         assert (off <= 1.5 * tolerance * size).all(), (off / size).max()
 
     norm = Norm(tensors.norm, needs.norm.eps, needs.norm.unit_offset)
-    for _ in range(2):  # the second finds counters and halves as the first left them
+    for _ in range(2):  # the second finds counters as the first left them
         total, *rows = add_norm_rounded(hidden.clone(), residual.clone(), norm, None, None, None)
         got, found = Fp8BlocksAddNormLinear.bind(needs, tensors)(hidden.clone(), residual.clone())
         assert torch.equal(found, total)
@@ -349,7 +341,7 @@ def check_rounded(needs, tensors, num_tokens):
      (2112, 7168, None), (17152, 384, "silu")],
 )  # fmt: skip
 def test_rounded_rows_on_hopper(device, num_rows, num_cols, activation, num_tokens):
-    """Rows and columns that no tile divides, blocks that the matrix ends in, tiles of the last round in two halves."""
+    """Rows and columns that no tile divides, and blocks that the matrix ends in."""
     form = {"group_rows": 128, "inputs": DYNAMIC}
     needs, tensors = behind_norm(device, num_rows, num_cols, "bfloat16", activation, **form)
     if not Fp8BlocksMatrix(tensors.linear, "bfloat16", activation).takes_tiles:

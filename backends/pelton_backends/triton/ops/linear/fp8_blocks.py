@@ -7,8 +7,8 @@ with the norm before and the activation behind; else by kernels of this module, 
 decoded into memory.
 
 Where the checkpoint has inputs rounded (`LinearSpec.inputs`) more than `MAX_SUMS` rows are, each by a scale of its own: they then take half
-of the products in `hopper_blocks`, and more than `MAX_TOKENS` go to `hopper_matmul` with the weights as they are (the matrix's rows in
-runs of 128, no bias).
+of the products in `hopper_blocks`, and more than `MAX_TOKENS` go to `hopper_many_blocks` (the matrix's rows in runs of 128, no
+bias).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from pelton_backends.triton.ops.linear.hopper_blocks import (
     add_norm_split,
     split_rows,
 )
-from pelton_backends.triton.ops.linear.hopper_matmul import BLOCK_ROWS as TILED_BLOCK_ROWS
-from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many, halves_of, hopper_matmul
+from pelton_backends.triton.ops.linear.hopper_many_blocks import BLOCK, many_blocks_matmul
+from pelton_backends.triton.ops.linear.hopper_matmul import can_multiply_many
 from pelton_backends.triton.ops.linear.hopper_split_k import can_multiply
 from pelton_backends.triton.ops.linear.large_batch import add_norm, gated, takes_unsummed
 from pelton_backends.triton.ops.linear.refusals import dtype_refusals, format_refusals, product_refusals
@@ -171,12 +171,9 @@ class Fp8BlocksMatrix:
             self.few = BlocksProduct(self.weight, self.scales, self.bias, activation, counters)
         inputs = weights.spec.inputs
         self.may_round, self.bound = inputs is not None and inputs.is_dynamic, inputs and inputs.bound
-        has_runs = weights.spec.group_rows % TILED_BLOCK_ROWS == 0 and (
-            activation is None or parts % TILED_BLOCK_ROWS == 0
-        )
+        has_runs = weights.spec.group_rows % BLOCK == 0 and (activation is None or parts % BLOCK == 0)
         is_plain = self.bias is None and self.size == BLOCK_COLUMNS
         self.takes_tiles = self.may_round and is_plain and has_runs and can_multiply_many(self.weight)
-        self.arrived = halves_of(self.weight.device) if self.takes_tiles else None
 
     def rounds(self, num_tokens: int) -> bool:
         """Return whether so many rows are rounded."""
@@ -189,9 +186,7 @@ class Fp8BlocksMatrix:
         if rows.shape[0] <= MAX_TOKENS:
             assert self.few is not None
             return self.few(rows, scales, dtype)
-        return hopper_matmul(
-            rows, self.weight, self.activation, scales=(scales, self.scales), dtype=dtype, arrived=self.arrived
-        )
+        return many_blocks_matmul(rows, scales, self.weight, self.scales, self.activation, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> [T, N] or [T, N / 2]"""

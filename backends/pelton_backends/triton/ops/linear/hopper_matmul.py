@@ -1,8 +1,7 @@
 """Products of many rows for Hopper, in Gluon: three warp groups multiply, and the first of them fetches for all.
 
 gate and up are one product whose epilogue is the activation: [T, 2 I] is never written. Numbers have two bytes, or are float8_e4m3fn with
-scales: one for each row, or of the weight one for each block of 128 x 128. With blocks the sums so far are in units of the block that
-comes, so that its products are added to them as they are.
+scales.
 
 Of two ranks that will add their results up, each has the copy engine write the other's half of its tiles to the other's memory too, while
 the next ones are computed (`RowsToSend`): by the end of the product nearly all is there.
@@ -21,12 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.launch import Launcher
 from pelton_backends.triton.ops.linear.hopper_split_k import DTYPES, activated
 from pelton_backends.triton.ops.pieces import is_hopper
 from pelton_backends.triton.runtime import num_sms
@@ -49,9 +47,6 @@ _ROWS, _COLUMNS, _STAGES = gl.constexpr(ROWS), gl.constexpr(COLUMNS), gl.constex
 _WARP_GROUPS, _GROUP = gl.constexpr(WARP_GROUPS), gl.constexpr(GROUP)
 _HALF = gl.constexpr(COLUMNS // 2)
 _STEP_BYTES = gl.constexpr((WARP_GROUPS * ROWS + COLUMNS) * STEP * 2)
-BLOCK_COLUMNS, BLOCK_ROWS = 2 * STEP, COLUMNS // 2
-"""Of a block with a scale: a step, and half of a tile's columns; rows may be a multiple."""
-_LEAST_SCALE = gl.constexpr(1e-20)
 
 
 @gluon.jit
@@ -120,13 +115,6 @@ def scaled_half(half, weight_scale, of_rows, column, end):
 
 
 @gluon.jit
-def scale_at(weight_scale, row, block, blocks):
-    """Return the scale of a row's block of columns, not 0: sums are divided by it."""
-    scale = gl.load(weight_scale + row * blocks + block)
-    return gl.where(gl.abs(scale) < _LEAST_SCALE, _LEAST_SCALE, scale)
-
-
-@gluon.jit
 def store_tile(out, buffer, result, row, column):
     """64 x 128 numbers, through shared memory; they leave while the next tile is computed."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
@@ -164,7 +152,7 @@ def _count_part(counts, block):
 def _multiply(
     INDEX: gl.constexpr, x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls,
     rank, turn_rows, left, right, buffer, ready, free, num_row_tiles, num_column_tiles, num_rows, size, num_steps, num_halved,
-    ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr, HAS_BLOCKS: gl.constexpr,
+    ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of every tile. The first one fetches two steps ahead, and into the next tile."""
     INNER: gl.constexpr = 256 // x.dtype.primitive_bitwidth
@@ -203,34 +191,14 @@ def _multiply(
         row, column = tile_place(tile, num_row_tiles, num_column_tiles)
         row = (row * _WARP_GROUPS + INDEX) * _ROWS
         total = gl.zeros([_ROWS, _COLUMNS], gl.float32, LAYOUT)
-        if HAS_BLOCKS:  # the halves of a tile have a scale each, of their first row of the weight
-            total = warpgroup_mma_init(total)
-            scale_row = gl.minimum(column * (_COLUMNS if ACTIVATION is None else _HALF), size - 1)
-            other_row = scale_row + size if ACTIVATION is not None else gl.minimum(scale_row + _HALF, size - 1)
-            unit, other_unit = (
-                scale_at(weight_scale, scale_row, begin, num_steps), scale_at(weight_scale, other_row, begin, num_steps)
-            )  # fmt: skip
-            is_first = gl.arange(0, _COLUMNS, gl.SliceLayout(0, LAYOUT)) < _HALF
         for k in range(begin, end):
             stage = step % _STAGES
             mbarrier.wait(ready.index(stage), (step // _STAGES) & 1)
             rows = left.index(stage * _WARP_GROUPS + INDEX)
-            if HAS_BLOCKS:
-                coming = scale_at(weight_scale, scale_row, k, num_steps)
-                other_coming = scale_at(weight_scale, other_row, k, num_steps)
-                factor = gl.where(is_first, unit / coming, other_unit / other_coming)
-                unit, other_unit = coming, other_coming
-                sums = warpgroup_mma_wait(0, deps=(total,))
-            else:
-                total = warpgroup_mma(
-                    rows, right.index(stage).permute((1, 0)), total, use_acc=k != begin, is_async=True
-                )
-                total = warpgroup_mma_wait(1, deps=[total])
+            total = warpgroup_mma(rows, right.index(stage).permute((1, 0)), total, use_acc=k != begin, is_async=True)
+            total = warpgroup_mma_wait(1, deps=[total])
             gl.thread_barrier()  # every warp is done with the step before
             mbarrier.arrive(free.index((step + _STAGES - 1) % _STAGES), count=1, pred=k != begin)
-            if HAS_BLOCKS:
-                total = warpgroup_mma_init(sums * factor[None, :])
-                total = warpgroup_mma(rows, right.index(stage).permute((1, 0)), total, is_async=True)
             if INDEX == 0:
                 if next_tile < num_tiles:
                     later = step + _STAGES - 1
@@ -247,8 +215,6 @@ def _multiply(
         total = warpgroup_mma_wait(0, deps=[total])
         gl.thread_barrier()
         mbarrier.arrive(free.index((step + _STAGES - 1) % _STAGES), count=1)
-        if HAS_BLOCKS:  # both halves of the steps are then in the same unit
-            total *= gl.where(is_first, unit, other_unit)[None, :]
         slot = (tile - (num_tiles - num_halved)) * _WARP_GROUPS + INDEX
         cells = (
             gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT))[:, None] * _COLUMNS
@@ -271,11 +237,8 @@ def _multiply(
                     x_scale + gl.minimum(row + gl.arange(0, _ROWS, gl.SliceLayout(1, LAYOUT)), num_rows - 1)
                 )
             first, second = gl.split(gl.permute(gl.reshape(total, (_ROWS, 2, _HALF)), (0, 2, 1)))
-            if HAS_BLOCKS:
-                of_rows = gl.convert_layout(of_rows, gl.SliceLayout(1, first.type.layout))[:, None]
-                first, second = first * of_rows, second * of_rows
             if ACTIVATION is None:
-                gl.static_assert(x_scale is None or HAS_BLOCKS, "of numbers with scales for rows gate and up alone")
+                gl.static_assert(x_scale is None, "of numbers with scales gate and up alone")
                 if SENT_BLOCKS:
                     is_sent = (row // turn_rows) % 2 != rank
                     if pending >= 0:
@@ -291,7 +254,7 @@ def _multiply(
                         _send_tile(even_copy, odd_copy, parity, buffer, row, column * _COLUMNS + _HALF)
                         pending = row // _ROWS
             else:
-                if x_scale is not None and not HAS_BLOCKS:
+                if x_scale is not None:
                     first = scaled_half(first, weight_scale, of_rows, column * _HALF, size)
                     second = scaled_half(second, weight_scale + size, of_rows, column * _HALF, size)
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
@@ -314,7 +277,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["rank", "turn_rows", "num_rows", "size", "in_features", "num_halved"])
 def hopper_matmul_kernel(
     x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts, calls, rank, turn_rows, num_rows,
-    size, in_features, num_halved, ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr, HAS_BLOCKS: gl.constexpr,
+    size, in_features, num_halved, ACTIVATION: gl.constexpr, SENT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Persistent: programs take tiles in turn, and halves of the last `num_halved` ones. `size` columns of the result.
 
@@ -323,7 +286,6 @@ def hopper_matmul_kernel(
     arrived      [num_halved, 3] int32, zeros, and zeros again at the end
     even_copy, odd_copy, counts, own_counts, calls, rank, turn_rows: as `RowsToSend` has them, None where nothing is sent
     SENT_BLOCKS  blocks of `counts`, a power of two; 0: nothing is sent
-    HAS_BLOCKS   weight_scale is [rows of the weight, K / 128], the same for each 128 rows
     """
     TILE_ROWS: gl.constexpr = _WARP_GROUPS * _ROWS
     TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
@@ -345,17 +307,17 @@ def hopper_matmul_kernel(
             (_multiply, (
                 gl.constexpr(0), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
                 calls, rank, turn_rows, left, right, buffers.index(0), ready, free, num_row_tiles, num_column_tiles, num_rows, size,
-                num_steps, num_halved, ACTIVATION, SENT_BLOCKS, HAS_BLOCKS,
+                num_steps, num_halved, ACTIVATION, SENT_BLOCKS,
             )),
             (_multiply, (
                 gl.constexpr(1), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
                 calls, rank, turn_rows, left, right, buffers.index(1), ready, free, num_row_tiles, num_column_tiles, num_rows, size,
-                num_steps, num_halved, ACTIVATION, SENT_BLOCKS, HAS_BLOCKS,
+                num_steps, num_halved, ACTIVATION, SENT_BLOCKS,
             )),
             (_multiply, (
                 gl.constexpr(2), x, weight, x_scale, weight_scale, out, parts, arrived, even_copy, odd_copy, counts, own_counts,
                 calls, rank, turn_rows, left, right, buffers.index(2), ready, free, num_row_tiles, num_column_tiles, num_rows, size,
-                num_steps, num_halved, ACTIVATION, SENT_BLOCKS, HAS_BLOCKS,
+                num_steps, num_halved, ACTIVATION, SENT_BLOCKS,
             )),
         ],
         [4, 4],
@@ -409,11 +371,10 @@ def hopper_matmul(
 ) -> Tensor:  # fmt: skip
     """x @ weight.T, or activation(x @ gate.T) * (x @ up.T).
 
-    x       [T, K]  fp16 or bf16, with an activation or blocks also float8_e4m3fn; rows begin at multiples of 16 bytes
+    x       [T, K]  fp16 or bf16, with an activation also float8_e4m3fn; rows begin at multiples of 16 bytes
     weight  [N, K]  dtype of x, contiguous, rows of a multiple of 16 bytes; with an activation gate's rows, then up's, N = 2 I
     sent    without an activation: where the result goes too, at most as many rows as there is room for; see `RowsToSend`
-    scales  of float8_e4m3fn: those of x [T] and of the weight [N], float32, which sums are multiplied by; or of the weight's blocks
-            [N, K / 128], the same for each 128 rows (of gate, and of up), K a multiple of 128
+    scales  of float8_e4m3fn: those of x [T] and of the weight [N], float32, which sums are multiplied by
     dtype   of the result, of two bytes, where x has one
     arrived of `halves_of`, for calls on one stream: none has to fill it with zeros
     -> [T, N] or [T, I], contiguous; N or I a multiple of 8
@@ -442,7 +403,6 @@ def hopper_matmul(
         arrived = halves_of(x.device, halved)
     tile, tile_of_x = (gl.NVMMASharedLayout(128, 8 * one.element_size(), rank=2) for one in (out, x))
     step, (x_scale, weight_scale) = 2 * STEP // x.element_size(), scales or (None, None)
-    has_blocks = weight_scale is not None and weight_scale.dim() == 2
     sending: tuple[Any, ...] = (None,) * 7
     if sent is not None:
         copies = (TensorDescriptor.from_tensor(copy[:num_rows], [ROWS, COLUMNS // 2], tile) for copy in sent.copies)
@@ -450,7 +410,7 @@ def hopper_matmul(
         out.pelton_parts = triton.cdiv(size, COLUMNS)  # type: ignore[attr-defined]
     blocks = 0 if sent is None else sent.counts.shape[1]
     _launch(
-        (x.dtype, out.dtype, x.device, activation, blocks, has_blocks and (True, alignment(weight_scale))),
+        (x.dtype, out.dtype, x.device, activation, blocks),
         (min(tiles + halved, programs),),
         (
             TensorDescriptor.from_tensor(x, [ROWS, step], tile_of_x),
@@ -458,7 +418,7 @@ def hopper_matmul(
             TensorDescriptor.from_tensor(out, [ROWS, COLUMNS // 2], tile),
             parts, arrived, *sending, num_rows, size, in_features, halved,
         ),
-        {"ACTIVATION": activation, "SENT_BLOCKS": blocks, "HAS_BLOCKS": has_blocks},
+        {"ACTIVATION": activation, "SENT_BLOCKS": blocks},
         num_warps=4,
     )  # fmt: skip
     return out

@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pelton_backends.triton.launch import Launcher
-from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, scale_at, scaled_half, store_tile
+from pelton_backends.triton.ops.linear.hopper_many_blocks import add_block
+from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, scaled_half, store_tile
 from pelton_backends.triton.ops.moe.split import SplitRows
 from pelton_backends.triton.runtime import num_sms
 
@@ -151,8 +152,7 @@ def _multiply(
 ):
     """A warp group: its 64 rows of every tile, unless no pair has one of them.
 
-    BLOCKS: scales of a row of the weight. Where there are several the sums so far are in units of the block that comes, so that its
-    products are added to them as they are."""
+    BLOCKS: scales of a row of the weight. Where there are several the sums of each block meet its scale: `add_block`."""
     STAGES: gl.constexpr = left.shape[0]
     HAS_SCALES: gl.constexpr = left.dtype.primitive_bitwidth == 8
     IS_SPLIT: gl.constexpr = low is not None
@@ -161,19 +161,18 @@ def _multiply(
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, column = tile // num_columns * _ROWS + INDEX * _GROUP_ROWS, tile % num_columns
-        total = warpgroup_mma_init(gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, LAYOUT))
+        if BLOCKS == 1:
+            total = warpgroup_mma_init(gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, LAYOUT))
         is_any = gl.load(tile_rows + tile // num_columns) > INDEX * _GROUP_ROWS
         steps = gl.where(is_any, num_steps, 0)
         if BLOCKS > 1:
-            scale_row = gl.load(tile_expert + tile // num_columns).to(gl.int64) * weight_rows
-            scale_row += gl.minimum(column * (_COLUMNS if ACTIVATION is None else _HALF), size - 1)
-            other_row = scale_row + (
-                size if ACTIVATION is not None else gl.minimum(_HALF, size - 1 - column * _COLUMNS)
-            )
-            unit, other_unit = (
-                scale_at(weight_scale, scale_row, 0, BLOCKS), scale_at(weight_scale, other_row, 0, BLOCKS)
-            )  # fmt: skip
-            is_first = gl.arange(0, _COLUMNS, gl.SliceLayout(0, LAYOUT)) < _HALF
+            place = gl.minimum(column * (_COLUMNS if ACTIVATION is None else _HALF), size - 1)
+            other = place + size if ACTIVATION is not None else gl.minimum(place + _HALF, size - 1)
+            of_expert = gl.load(tile_expert + tile // num_columns) * weight_rows  # less than 2^31 scales
+            first_scales, second_scales = (of_expert + place) * BLOCKS, (of_expert + other) * BLOCKS
+            HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 32])
+            first = gl.zeros([_GROUP_ROWS, _HALF], gl.float32, HALF)
+            second = gl.zeros([_GROUP_ROWS, _HALF], gl.float32, HALF)
         for _ in range(steps, num_steps):
             mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
             gl.thread_barrier()
@@ -181,41 +180,47 @@ def _multiply(
             step += 1
         for k in range(steps):
             stage = step % STAGES
+            if BLOCKS > 1:  # asked for before the wait
+                first_scale, second_scale = (
+                    gl.load(weight_scale + first_scales + k),
+                    gl.load(weight_scale + second_scales + k),
+                )
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             if source is not None:
                 fence_async_shared()  # threads wrote these rows, not the copy engine
             if BLOCKS > 1:
-                coming = scale_at(weight_scale, scale_row, k, BLOCKS)
-                other_coming = scale_at(weight_scale, other_row, k, BLOCKS)
-                sums = warpgroup_mma_wait(0, deps=(total,))
-                gl.thread_barrier()  # every warp is done with the step before
-                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
-                factor = gl.where(is_first, unit / coming, other_unit / other_coming)
-                total = warpgroup_mma_init(sums * factor[None, :])
-                unit, other_unit = coming, other_coming
-            columns = right.index(stage).permute((1, 0))
-            rows = left.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
-            total = warpgroup_mma(rows, columns, total, is_async=True)
-            if IS_SPLIT:
-                rows = low.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
+                rows = left.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
+                low_rows = low.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS) if IS_SPLIT else rows
+                first, second = add_block(
+                    first, second, rows, low_rows, right.index(stage), first_scale, second_scale, IS_SPLIT
+                )
+                gl.thread_barrier()  # every warp is done with the step
+                mbarrier.arrive(free.index(stage), count=1)
+            else:
+                columns = right.index(stage).permute((1, 0))
+                rows = left.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
                 total = warpgroup_mma(rows, columns, total, is_async=True)
-            if BLOCKS == 1:
+                if IS_SPLIT:
+                    rows = low.index(stage).slice(INDEX * _GROUP_ROWS, _GROUP_ROWS)
+                    total = warpgroup_mma(rows, columns, total, is_async=True)
                 total = warpgroup_mma_wait(2 if IS_SPLIT else 1, deps=(total,))
                 total = warpgroup_mma_init(total)
                 gl.thread_barrier()  # every warp is done with the step before
                 mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
-        total = warpgroup_mma_wait(0, deps=(total,))
-        gl.thread_barrier()
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=is_any)
+        if BLOCKS == 1:
+            total = warpgroup_mma_wait(0, deps=(total,))
+            gl.thread_barrier()
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=is_any)
         if is_any:
-            first, second = gl.split(gl.permute(gl.reshape(total, (_GROUP_ROWS, 2, _HALF)), (0, 2, 1)))
+            if BLOCKS == 1:
+                first, second = gl.split(gl.permute(gl.reshape(total, (_GROUP_ROWS, 2, _HALF)), (0, 2, 1)))
             if HAS_SCALES:
                 of_rows = _of_rows(
                     inverse, source, tile_rows, tile // num_columns, INDEX, gl.SliceLayout(1, first.type.layout)
                 )
                 if BLOCKS > 1:
-                    first, second = first * (of_rows * unit)[:, None], second * (of_rows * other_unit)[:, None]
+                    first, second = first * of_rows[:, None], second * of_rows[:, None]
                 else:
                     scales = weight_scale + gl.load(tile_expert + tile // num_columns) * weight_rows
                     place = column * (_COLUMNS if ACTIVATION is None else _HALF)
