@@ -116,8 +116,8 @@ class MoeTensors:
 
 
 class Moe(Protocol):
-    """Optional, of `AddNormMoe` as well: `read_by(reader)`. What is returned of n tokens is then given to `reader(n)` alone, if that is
-    not None, which may have agreed with the op on something else that has a tensor's place and `shape`."""
+    """Optional, of `AddNormMoe` as well: `read_by(reader)`. What is returned of n tokens is then given to `reader(n)` alone, which may
+    have agreed with the op on something else that has a tensor's place and `shape`. None, also of `reader(n)`: anybody may read it."""
 
     def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
         """[T, H] -> [T, H], partial over ranks; logits of the router, weights and sums are float32.

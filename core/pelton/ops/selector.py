@@ -160,14 +160,15 @@ class BySize:
         self.parts = parts
 
     def part(self, num_tokens: int) -> Callable[..., Any]:
-        for part in self.parts:
-            if part.least <= num_tokens and (part.most is None or num_tokens <= part.most):
-                return part.call
-        raise AssertionError("the last part takes every batch size")
+        fit = (one for one in self.parts if one.least <= num_tokens and (one.most is None or num_tokens <= one.most))
+        return next(fit).call
 
     def __call__(self, first: Any, *rest: Any) -> Any:
-        return self.part(first.shape[0])(first, *rest)
+        num_tokens = first.shape[0]
+        for part in self.parts:  # as `part`, whose frame each call of an op would pay
+            if part.least <= num_tokens and (part.most is None or num_tokens <= part.most):
+                return part.call(first, *rest)
 
-    def read_by(self, reader: Callable[[int], Callable[..., Any] | None]) -> None:
+    def read_by(self, reader: Callable[[int], Callable[..., Any] | None] | None) -> None:
         for part in self.parts:
             getattr(part.call, "read_by", lambda reader: None)(reader)

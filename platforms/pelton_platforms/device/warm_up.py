@@ -19,7 +19,7 @@ from pelton_platforms.device.steps.model_runner import ModelRunner
 from pelton_platforms.device.steps.step_shapes import padding_shape
 
 _SHORT = 16
-_PROMPTS = (_SHORT, 64, 256, 1024, 2048, 4096, 8192)
+_PROMPTS = (_SHORT, 64, 256, 512, 1024, 2048, 4096, 8192)
 """Tokens of prompts: attention, and what lies between two layers, have kernels for few and for many."""
 _RARE = (Variant(has_logprobs=True), Variant(has_mask=True), Variant(has_mask=True, has_logprobs=True))
 """Variants of sampling that no graph is captured with at the start."""

@@ -276,8 +276,8 @@ class SparseMoe(nn.Module):
             result = result + always
         return result, x, residual
 
-    def read_by(self, reader: Callable[[int], Callable[..., object] | None]) -> None:
-        """Say which op, by the number of tokens, alone reads the result (`Moe`), unless something is done to it first."""
+    def read_by(self, reader: Callable[[int], Callable[..., object] | None] | None) -> None:
+        """Say which op, by the number of tokens, alone reads the result (`Moe`), unless something is done to it first; None: anybody."""
         if self.shared is None and hasattr(self.add_norm_moe, "read_by"):
             self.add_norm_moe.read_by(reader)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pelton.attention.metadata import ForwardBatch
 from pelton.errors import ConfigError
+from pelton.layers.linear import QKVLinear
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
@@ -86,16 +87,27 @@ class MoeForCausalLM(LlamaForCausalLM):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
         self._chain: tuple[Any, dict[Any, Any]] = None, {}
-        for layer in self.layers if self._has_own_forward else ():
-            if is_of_moe(layer) and layer.experts is not None:
-                layer.experts.read_by(partial(self._reader, layer))  # type: ignore[operator,union-attr]
+        self.link_layers()
+
+    def link_layers(self) -> None:
+        """Tell experts who reads what they give."""
+        layers: list[Any] = list(self.layers)
+        for layer in layers if self._has_own_forward else ():
+            if isinstance(getattr(layer, "experts", None), SparseMoe) and _gives(layer):
+                layer.experts.read_by(partial(self._reader, layer))
 
     def _reader(self, layer: Any, num_tokens: int) -> Callable[..., Any] | None:
-        """Return the op that reads so many rows of what a layer gives: QKV of the layer above, if there is one. Warm-ups leave layers out."""
+        """Return the op of the layer above that alone reads so many rows of what one gives; None where hooks read them, too, as EAGLE-3's
+        do. Warm-ups leave layers out."""
         if self._chain[0] is not self.layers:
             self._chain = self.layers, dict(pairwise(self.layers))
         above = self._chain[1].get(layer)
-        return None if above is None or not is_of_moe(above) else above.qkv_proj.reader(num_tokens)
+        if above is None or not _reads(above) or layer._forward_hooks or layer.experts._forward_hooks:
+            return None
+        if above._forward_pre_hooks or above.qkv_proj._forward_pre_hooks:
+            return None
+        op: Callable[..., Any] = above.qkv_proj.reader(num_tokens)
+        return op
 
     @property
     def _has_own_forward(self) -> bool:
@@ -117,6 +129,18 @@ class MoeForCausalLM(LlamaForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(one_for_each_expert(weights, self.weights.expected()))
+
+
+def _gives(layer: Any) -> bool:
+    """Return whether a layer gives what its experts' op does."""
+    own = type(layer.experts)
+    return is_of_moe(layer) and own.forward is SparseMoe.forward and own.with_input is SparseMoe.with_input
+
+
+def _reads(layer: Any) -> bool:
+    """Return whether QKV's op is the first thing to see what comes into a layer, in whichever way it is called."""
+    is_own = is_of_moe(layer) and type(layer).forward_tokens is MoeDecoderLayer.forward_tokens
+    return is_own and type(layer.qkv_proj).forward is QKVLinear.forward and layer.qkv_proj.bare is None
 
 
 def is_of_moe(layer: Any) -> bool:

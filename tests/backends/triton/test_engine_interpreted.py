@@ -133,6 +133,30 @@ def test_sums_of_experts_are_left_to_the_next_layer(
     assert len(read) == 2 and min(read) >= 29, "two of three layers, of the step with the prompts alone"
 
 
+def test_sums_of_experts_that_a_drafter_reads_are_added_up(
+    plugins: Plugins, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EAGLE-3 reads what goes into the layers 1 and 3; what the layer 1 gives is left to the layer 2."""
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.FEW_PAIRS", 4)
+    read, take = [], UnsummedRows.take
+    monkeypatch.setattr(UnsummedRows, "take", lambda self: (read.append(self.shape[0]), take(self))[1])
+    path = str(
+        make_tiny_checkpoint(tmp_path / "model", "qwen3_moe", with_tokenizer=False, num_hidden_layers=4, vocab_size=64)
+    )
+    head = eagle3(tmp_path / "head", path, taps=(1, 3), num_draft_tokens=48)
+    prompts = make_prompts(64, (1, 18))
+    reference = gap_reference("qwen3_moe", path, prompts, 4, "cpu")
+    settings = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 32, "kv_cache_memory_bytes": 2**20}
+    speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": 2, "min_acceptance_rate": 0}
+    with make_llm(
+        path, plugins=plugins, device="interpreted", disable_log_stats=False, speculative_config=speculation, **settings
+    ) as llm:
+        read.clear()
+        reference.check(generate(llm, prompts, greedy(4)))
+        assert counts(llm)["num_draft_tokens"] > 0
+    assert [num_tokens for num_tokens in read if num_tokens >= 19] == [19], "of one layer, of the prompts"
+
+
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY], ids=str)
 def test_a_prefix_of_all_requests_is_read_once(
     plugins: Plugins,

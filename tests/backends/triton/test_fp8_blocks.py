@@ -22,7 +22,6 @@ from pelton_backends.triton.ops.linear import decoded, fp8_blocks
 from pelton_backends.triton.ops.linear.fp8 import add_norm_rounded, rounded
 from pelton_backends.triton.ops.linear.fp8_blocks import Fp8BlocksAddNormLinear, Fp8BlocksLinear, Fp8BlocksMatrix
 from pelton_backends.triton.ops.linear.hopper_blocks import ROWS, add_norm_split, choose_blocks_tiling, split_rows
-from pelton_backends.triton.ops.linear.hopper_matmul import halved_tiles, num_tiles
 from pelton_backends.triton.ops.linear.large_batch import add_norm, gated
 from pelton_backends.triton.ops.pieces import Norm
 from pelton_plugins.quantization.reference import Fp8BlocksReference

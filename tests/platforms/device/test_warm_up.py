@@ -6,11 +6,12 @@ import pytest
 import torch
 from pelton_worker_fakes import Driver, make_worker
 
+from pelton.ops.selector import BySize
 from pelton.sampling.tails import FULL, GREEDY, Variant
 from pelton.testing.models import load_reference, make_tiny_checkpoint, reference_greedy
 from pelton_platforms.cpu.platform import CPUPlatform
 from pelton_platforms.device.steps.step_shapes import padding_shape
-from pelton_platforms.device.warm_up import WarmUpPlan, few_layers
+from pelton_platforms.device.warm_up import WarmUpPlan, _kind, few_layers
 
 PROMPTS = [[7], [5, 80, 81], list(range(40, 73))]
 COUNT = 12
@@ -168,6 +169,51 @@ def test_of_layers_of_which_one_reads_what_the_other_gives_two_are_gone_through(
     with few_layers(worker.model):
         assert [layers.index(layer) for layer in worker.model.layers] == [0, 1, 2, 3]
     worker.shutdown()
+
+
+@pytest.mark.parametrize("runner", ["generate", "pooling"])
+@torch.inference_mode()
+def test_layers_that_are_left_know_their_neighbours(runner, tmp_path):
+    """Of four layers with experts, the last of which nobody reads: the first two."""
+    path = make_tiny_checkpoint(tmp_path / "qwen3_moe", "qwen3_moe", num_hidden_layers=4)
+    worker = make_worker(path, runner=runner)
+    model = worker.model if runner == "generate" else worker.model.model
+    readers = {}
+    for layer in model.layers:
+        op = lambda *args, call=layer.experts.add_norm_moe: call(*args)  # noqa: E731
+        op.read_by = lambda reader, layer=layer: readers.update({layer: reader})
+        layer.experts.add_norm_moe = op
+        layer.qkv_proj.reader = lambda num_tokens, layer=layer: layer
+
+    first, second, third, last = model.layers
+
+    def read_by():
+        return [readers[layer](5) for layer in (first, second, third, last)]
+
+    model.link_layers()
+    assert read_by() == [second, third, last, None]
+    with few_layers(worker.model):
+        assert list(model.layers) == [first, second]
+        assert [readers[layer](5) for layer in model.layers] == [second, None]
+    assert read_by() == [second, third, last, None]
+    for hooked in (
+        third.register_forward_pre_hook,
+        third.qkv_proj.register_forward_pre_hook,
+        second.register_forward_hook,
+    ):
+        hook = hooked(lambda *given: None)
+        assert read_by() == [second, None, last, None], "somebody else reads it too"
+        hook.remove()
+    third.qkv_proj = torch.nn.Linear(1, 1)
+    model.link_layers()
+    assert read_by() == [second, None, last, None], "somebody's own product"
+    worker.shutdown()
+
+
+def test_ops_that_share_the_sizes_are_not_settings_of_a_layer():
+    layer = torch.nn.Module()
+    layer.op = BySize([])
+    assert hash(_kind(layer)) == hash(_kind(torch.nn.Module()))
 
 
 def test_layers_of_a_model_that_pools_are_left_out_too(tmp_path):

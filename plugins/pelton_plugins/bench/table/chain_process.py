@@ -191,7 +191,7 @@ def measure_step(worker: Any, timer: Timer, step: DecodeStep) -> list[dict[str, 
     hidden, residual = random(hf.hidden_size), random(hf.hidden_size)
     qkv = first.qkv_proj(hidden, residual)[0].clone()
     attended = first.attn(qkv, batch).clone()
-    mlp = _experts(layers, hidden, residual, batch) if _has_experts(first) else _mlp(layers, hidden, residual)
+    mlp = _experts(model, layers, hidden, residual, batch) if _has_experts(first) else _mlp(layers, hidden, residual)
     logits = step.end((hidden, residual))
 
     def chain() -> Any:
@@ -253,13 +253,20 @@ def _has_experts(layer: Any) -> bool:
     return getattr(layer, "experts", None) is not None
 
 
-def _experts(layers: list[Any], hidden: Tensor, residual: Tensor, batch: ForwardBatch) -> list[Part]:
+def _experts(model: Any, layers: list[Any], hidden: Tensor, residual: Tensor, batch: ForwardBatch) -> list[Part]:
     """The norm and the experts are one op; it reads those that are chosen where all are equally likely."""
     having = [layer.experts for layer in layers if _has_experts(layer)]
     first, slots = having[0], batch.slot_mappings[0]
     routing, total = first.routing, sum(tensor.nbytes for tensor in first.experts.values())
     share = 1.0 - (1.0 - routing.top_k / routing.num_experts) ** len(hidden)
-    run = _over(having, lambda one: one.add_norm_moe(hidden, residual, slots))
+
+    def run() -> None:
+        for experts in having:
+            experts.read_by(None)  # else sums are left to a layer above, which does not read them here
+        for experts in having:
+            experts.add_norm_moe(hidden, residual, slots)
+        getattr(model, "link_layers", lambda: None)()
+
     return [("experts", run, int(share * total), len(having), "add_norm_moe")]
 
 

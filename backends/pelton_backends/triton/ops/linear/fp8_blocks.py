@@ -57,8 +57,9 @@ FORMAT = "fp8_blocks"
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 256
 MAX_SUMS = 32
-"""Up to so many rows they are sums of two even where they may be rounded: reading the weights is what costs. As measured on an H200, all four
-products of a layer of Llama-3.1-8B, us, sums and rounded: 16 rows 71.0 and 67.4, 32 76.9 and 71.9, 48 87.2 and 74.0, 128 129.0 and 95.6."""
+"""Up to so many rows they are sums of two even where they may be rounded: reading the weights is what costs. As measured on an H200, all
+four products of a layer of Llama-3.1-8B, us, sums and rounded: 16 rows 71.0 and 67.4, 32 76.9 and 71.9, 48 87.2 and 74.0, 128 129.0 and
+95.6."""
 _DECODED_ROWS = 16
 _ONE_ROW = {"R": 8, "BK": 512}
 """Rows of the weight and columns at once, of a program."""

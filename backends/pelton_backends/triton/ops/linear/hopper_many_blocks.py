@@ -1,4 +1,4 @@
-"""Products of many rows in e4m3 and weights in e4m3 whose blocks have scales, for Hopper, in Gluon: one warp copies, two warp groups multiply.
+"""Products of many rows in e4m3 and weights in e4m3 whose blocks have scales, in Gluon: one warp copies, two warp groups multiply.
 
 Tensor cores keep some 14 bits of their own sums and cut off the rest, which adds up over a long row whose products have one sign: sums of
 14,336 numbers that were alike on both sides came out 16 % too small. So they add up 128 columns alone, a block, whose sums meet the block's

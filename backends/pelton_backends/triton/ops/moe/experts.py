@@ -205,7 +205,7 @@ class BoundMoe:
             and hopper_int4.can_multiply(experts.hidden_size, experts.intermediate_size, experts.group_size)
         )
 
-    def read_by(self, reader: Callable[[int], Callable[..., Any] | None]) -> None:
+    def read_by(self, reader: Callable[[int], Callable[..., Any] | None] | None) -> None:
         """See `Moe`: a reader with an attribute `takes_unsummed = True` is given `UnsummedRows` where sums are a kernel of their own."""
         self._reader = reader
 
