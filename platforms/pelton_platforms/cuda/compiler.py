@@ -134,9 +134,10 @@ def compile_ahead(run: Callable[[], None], local_rank: int = 0, first_start: Fir
         if first_start is not None:
             first_start.wait()
     except Exception as error:
-        logger.info(
-            "Not all kernels could be compiled ahead (%s: %s); steps compile them.", type(error).__name__, error
-        )
+        logger.warning(
+            "Not all kernels could be compiled ahead (%s: %s). The first request of a kind waits for its kernels.",
+            type(error).__name__, error,
+        )  # fmt: skip
     finally:
         knobs.compilation.listener = listener or _tell
     logger.debug("compiled ahead: %s", ", ".join(compiled) or "nothing")
