@@ -133,7 +133,7 @@ def sum_add_norm(
     optional = places, counts, scales, input_scale
     _launch(
         (
-            pairs.dtype, out.device, residual.stride(0), *(tensor is None for tensor in optional),
+            pairs.dtype, residual.dtype, norm.weight.dtype, out.device, residual.stride(0), *(tensor is None for tensor in optional),
             alignment(pairs, residual, norm.weight, input_scale), *constants.values(),
         ),
         (num_tokens,),
