@@ -58,8 +58,8 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
 @pytest.mark.parametrize(
     "family, kind",
     [
-        ("qwen3_moe", "block"), ("deepseek_v3_moe", "block"), ("deepseek_v32", "block"), ("llama", "block"), ("qwen3_moe", "channel"),
-        ("qwen3_moe", "tensor"),
+        ("qwen3_moe", "block"), ("deepseek_v3_moe", "block"), ("deepseek_v32", "block"), ("glm_moe_dsa", "block"), ("llama", "block"),
+        ("qwen3_moe", "channel"), ("qwen3_moe", "tensor"),
     ],
 )  # fmt: skip
 def test_ids_equal_those_of_the_decoded_checkpoint(

@@ -1,15 +1,21 @@
 """Attention to the tokens that an indexer chooses: what of it `test_cache_kinds.py` does not go through.
 
-The indexer of the tiny checkpoint chooses 16 tokens of prompts with up to 200.
+Indexers of the tiny checkpoints choose 16 tokens of prompts with up to 200. DeepSeek V3.2 has one in each layer, GLM-5 in two of four.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts, references_in
+from pelton_stacked import stacked
+from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
@@ -20,16 +26,32 @@ TOP_K = 16
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    made: Callable[[str], Reference] = references_in(tmp_path_factory, NUM_TOKENS, LENGTHS)
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    return references_in(tmp_path_factory, NUM_TOKENS, LENGTHS)
+
+
+@pytest.fixture
+def reference(made: Callable[[str], Reference]) -> Reference:
     found = made("deepseek_v32")
     assert found.min_top2_gap > 1e-4
     return found
 
 
-@pytest.mark.parametrize("top_k", [8, 32, 512])
-def test_another_number_of_chosen_tokens_gives_other_ids(reference: Reference, top_k: int) -> None:
+@pytest.fixture
+def glm(made: Callable[[str], Reference]) -> Reference:
+    found = made("glm_moe_dsa")
+    assert found.min_top2_gap > 1e-4
+    return found
+
+
+@pytest.mark.parametrize(
+    "family, top_k", [("deepseek_v32", 8), ("deepseek_v32", 32), ("deepseek_v32", 512), ("glm_moe_dsa", 32)]
+)
+def test_another_number_of_chosen_tokens_gives_other_ids(
+    made: Callable[[str], Reference], family: str, top_k: int
+) -> None:
     """So the choice of `test_ids_equal_transformers` counts. With as many tokens as are chosen or fewer, nothing changes."""
+    reference = made(family)
     with make_llm(reference.path, hf_overrides={"index_topk": top_k}) as llm:
         found = generate(llm, reference.prompts, greedy(NUM_TOKENS))
     assert all(own != ids for own, ids in zip(found[1:], reference.outputs[1:], strict=True))
@@ -49,6 +71,60 @@ def test_the_indexers_keys_take_the_bytes_of_their_own_layers(reference: Referen
     """48 numbers of a latent and 24 of an indexer's key for each token and layer."""
     with make_llm(reference.path, kv_cache_memory_bytes=4 * 16 * (48 + 24) * 4 * 100) as llm:
         assert llm.llm_engine.info.num_blocks == 100
+
+
+def test_layers_without_an_indexer_keep_no_keys_of_one(glm: Reference) -> None:
+    with make_llm(glm.path, kv_cache_memory_bytes=16 * (4 * 48 + 2 * 24) * 4 * 100) as llm:
+        assert llm.llm_engine.info.num_blocks == 100
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"indexer_rope_interleave": False}, id="rope-by-halves"),
+        pytest.param({"indexer_types": None}, id="an-indexer-in-each-layer"),
+    ],
+)
+def test_what_glm_has_else_than_deepseek_counts(glm: Reference, fields: dict[str, Any], tmp_path: Path) -> None:
+    path = _changed(glm, tmp_path, fields)
+    if "indexer_types" in fields:
+        tensors = load_file(path / "model.safetensors")
+        own = {name: tensor for name, tensor in tensors.items() if ".indexer." in name}
+        for layer in (0, 2):
+            tensors |= {
+                name.replace(f".{layer}.", f".{layer + 1}.", 1): t.clone()
+                for name, t in own.items()
+                if f"layers.{layer}." in name
+            }
+        save_file(tensors, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, glm.prompts[1:], greedy(NUM_TOKENS)) != glm.outputs[1:]
+
+
+def test_glm_as_it_is_released(glm: Reference, tmp_path: Path) -> None:
+    """Other fields, a layer that predicts further tokens, indexers in layers that do not read them; experts in one tensor a matrix."""
+    known = {
+        "indexer_types": None, "mlp_layer_types": None, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_nextn_predict_layers": 1,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "indexer_rope_interleave": True, "rope_interleave": True,
+    }  # fmt: skip
+    path = _changed(glm, tmp_path, known)
+    tensors = load_file(path / "model.safetensors")
+    assert "model.layers.1.mlp.experts.0.up_proj.weight" in tensors
+    unread = {f"model.layers.{name}.weight": torch.ones(4) for name in ("1.self_attn.indexer.wk", "4.eh_proj")}
+    for some in (tensors, stacked(tensors)):
+        save_file(some | unread, path / "model.safetensors")
+        with make_llm(str(path), max_num_batched_tokens=48) as llm:
+            assert generate(llm, glm.prompts, greedy(NUM_TOKENS)) == glm.outputs
+
+
+def _changed(reference: Reference, tmp_path: Path, fields: dict[str, Any]) -> Path:
+    """The checkpoint with other fields; None takes one away."""
+    path = tmp_path / "changed"
+    shutil.copytree(reference.path, path)
+    old = json.loads((path / "config.json").read_text())
+    new = {name: value for name, value in {**old, **fields}.items() if value is not None or name not in fields}
+    (path / "config.json").write_text(json.dumps(new))
+    return path
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 48])
@@ -83,3 +159,20 @@ def test_drafts_change_nothing(reference: Reference) -> None:
 def test_what_is_refused_says_why(reference: Reference, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         make_llm(reference.path, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        pytest.param({"hf_overrides": {"indexer_types": ["shared", "full"] * 2}}, "Layer 0 has no indexer", id="first"),
+        pytest.param(
+            {"pipeline_parallel_size": 2, "pipeline_layer_partition": [3, 1]},
+            r"Layer 3 has no indexer, and none is before it in its pipeline stage. Layers \[0, 2\] have one",
+            id="first-of-a-stage",
+        ),
+        pytest.param({"hf_overrides": {"indexer_types": ["all"] * 4}}, "indexer_types is .*'all'", id="unknown"),
+    ],
+)
+def test_what_is_refused_of_layers_without_an_indexer(glm: Reference, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_llm(glm.path, **settings)

@@ -26,6 +26,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3_moe": {},
     "gpt_oss": {},
     "deepseek_v32": {"index_topk": 48},
+    "glm_moe_dsa": {"index_topk": 48},
 }
 
 

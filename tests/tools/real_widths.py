@@ -85,6 +85,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "deepseek_v2_moe": {**GROUPED, "q_lora_rank": 1536},
     "deepseek_v3_moe": GROUPED,
+    "glm_moe_dsa": {
+        **GROUPED, "hidden_size": 6144, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
+        "v_head_dim": 256, "n_group": 1, "topk_group": 1, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048,
+    },
 }  # fmt: skip
 """What differs from `WIDE`, by a family of `pelton.testing.models`."""
 STATES: dict[str, tuple[str, dict[str, Any]]] = {

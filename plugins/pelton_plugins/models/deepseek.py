@@ -1,11 +1,12 @@
-"""DeepSeek V2, V3 and V3.2: attention over latents (MLA), with or without a latent of the query; dense layers, then experts.
+"""DeepSeek V2, V3 and V3.2, GLM-5: attention over latents (MLA), with or without a latent of the query; dense layers, then experts.
 
-V3.2's attention is sparse: an indexer chooses the tokens that each token attends to.
+V3.2's and GLM-5's attention is sparse: an indexer chooses the tokens that each token attends to.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,9 +37,16 @@ class MLAAttention(nn.Module):
     """Down to latents, up to queries, attention over the latents, and the output product."""
 
     def __init__(
-        self, norm: RMSNorm, *, choice: Choice | None, config: BuildConfig, prefix: str, rope: Rope | None = None
+        self,
+        norm: RMSNorm,
+        *,
+        choice: Choice | None,
+        config: BuildConfig,
+        prefix: str,
+        rope: Rope | None = None,
+        has_indexer: bool = True,
     ) -> None:
-        """rope: config.json's when None."""
+        """rope: config.json's when None. has_indexer: with a choice, whether it is made here; else in a layer before."""
         super().__init__()
         hf = config.hf
         hidden_size, num_heads, query_rank = hf.hidden_size, hf.num_attention_heads, hf.get("q_lora_rank")
@@ -61,8 +69,10 @@ class MLAAttention(nn.Module):
         self.has_query_latent = bool(query_rank)
         rope = rope or get_rope(config, rope_dim)
         self.indexer: Indexer | None = None
-        if choice is None:
+        if choice is None or not has_indexer:
             self.down: Any = NormedLinear([query, latent], norm=norm, bias=bias, config=config)
+            if choice is not None:  # what a checkpoint may have here all the same
+                config.weights.ignore(rf"{re.escape(prefix)}\.indexer\..*")
         else:
             self.add_norm = AddedNorm(norm, config=config)
             self.down = BareLinear([query, latent], bias=bias, config=config)
@@ -101,11 +111,14 @@ class MLAAttention(nn.Module):
 class DeepseekDecoderLayer(nn.Module):
     """V2's layers and V3's differ in how experts are chosen."""
 
-    def __init__(self, *, has_experts: bool, choice: Choice | None, config: BuildConfig, prefix: str) -> None:
+    def __init__(self, index: int, *, choice: Choice | None, config: BuildConfig, prefix: str) -> None:
         super().__init__()
-        hf, mlp = config.hf, f"{prefix}.mlp"
+        hf, mlp, has_experts = config.hf, f"{prefix}.mlp", _has_experts(config.hf, index)
         self.input_layernorm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}.input_layernorm")
-        self.self_attn = MLAAttention(self.input_layernorm, choice=choice, config=config, prefix=f"{prefix}.self_attn")
+        self.self_attn = MLAAttention(
+            self.input_layernorm, choice=choice, has_indexer=choice is not None and index in choice.indexers,
+            config=config, prefix=f"{prefix}.self_attn",
+        )  # fmt: skip
         self.post_attention_layernorm = RMSNorm(
             hf.hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm"
         )
@@ -156,23 +169,19 @@ class DeepseekForCausalLM(StagedDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf = config.hf
-        choice = self.make_choice(config)
+        layers = self.own_layers(config, f"{prefix}model.layers")
+        choice = self.make_choice(config, layers)
         is_tied = bool(hf.get("tie_word_embeddings"))
         self.embed_tokens = self.make_embedding(config, f"{prefix}model.embed_tokens", is_tied=is_tied)
         self.layers = nn.ModuleList(
-            DeepseekDecoderLayer(
-                has_experts=_has_experts(hf, index),
-                choice=choice,
-                config=config,
-                prefix=f"{prefix}model.layers.{index}",
-            )
-            for index in self.own_layers(config, f"{prefix}model.layers")
+            DeepseekDecoderLayer(index, choice=choice, config=config, prefix=f"{prefix}model.layers.{index}")
+            for index in layers
         )
         self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}model.norm")
         self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied)
 
-    def make_choice(self, config: BuildConfig) -> Choice | None:
-        """Return where indexers leave their choice; None where each token attends to all before it."""
+    def make_choice(self, config: BuildConfig, layers: range) -> Choice | None:
+        """Return where indexers of this stage's layers leave their choice; None where each token attends to all before it."""
         return None
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
@@ -180,8 +189,8 @@ class DeepseekForCausalLM(StagedDecoder):
 
 
 class DeepseekV32ForCausalLM(DeepseekForCausalLM):
-    def make_choice(self, config: BuildConfig) -> Choice | None:
-        return Choice(config)
+    def make_choice(self, config: BuildConfig, layers: range) -> Choice | None:
+        return Choice(config, layers)
 
 
 def _has_experts(hf: HFConfig, index: int) -> bool:

@@ -2,7 +2,8 @@
 
 DeepSeek-AI, DeepSeek-V3.2-Exp (2025), section 1. Token t scores each token s up to itself, sum over j of w_tj relu(q_tj . k_s), and
 attends to the `index_topk` tokens that score best; to all while there are no more. The indexer has queries, keys and a cache of its
-own. Where scores are equal the earlier token is taken, so that the choice does not depend on how a prompt is cut into steps.
+own. Where scores are equal the earlier token is taken, so that the choice does not depend on how a prompt is cut into steps. A layer
+may have none (GLM-5's `indexer_types`, arXiv:2603.12201): it attends to what the last one before it chose.
 
 T tokens, J heads of the indexer, D numbers of each, K `index_topk`.
 """
@@ -29,16 +30,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.attention.metadata import ForwardBatch
-    from pelton.model.build import BuildConfig
+    from pelton.model.build import BuildConfig, HFConfig
 
 _KEY_NORM_EPS = 1e-6
+_WITH_INDEXER, _WITHOUT_INDEXER = ("full", "F"), ("shared", "S")
 
 
 class Choice:
-    """A step's choice, which each layer's indexer makes and its attention reads. One for all layers, at fixed addresses."""
+    """A step's choice, which a layer's indexer makes, and its attention and that of layers without one read. One for all layers, at
+    fixed addresses."""
 
-    def __init__(self, config: BuildConfig) -> None:
-        """Raises `ConfigError` for a query without a latent, and where ranks share a cache token by token."""
+    def __init__(self, config: BuildConfig, layers: range) -> None:
+        """layers: those of this stage. Raises `ConfigError` for a query without a latent, where ranks share a cache token by token,
+        and where the first layer has no indexer."""
         hf, context = config.hf, config.parallel.context
         if not hf.get("q_lora_rank"):
             raise ConfigError(
@@ -50,10 +54,31 @@ class Choice:
                 f"decode_context_parallel_size is {context.size}, and this model's indexer compares all tokens of a row, of which "
                 "each rank would keep a part. Set it to 1."
             )
+        self.indexers = layers_with_indexer(hf)
+        """Numbers of the layers that have one."""
+        if layers[0] not in self.indexers:
+            raise ConfigError(
+                f"Layer {layers[0]} has no indexer, and none is before it in its pipeline stage. Layers {sorted(self.indexers)} have one: "
+                "let stages begin there, by pipeline_layer_partition."
+            )
         rows, top_k = config.max_num_batched_tokens, min(hf.index_topk, config.max_model_len)
         self.tokens = config.empty(rows, top_k, dtype=torch.int32)
         """[tokens of a step, K]: tokens of the row, in front of -1 where there are fewer."""
         self.weights = config.empty(rows, hf.index_n_heads, dtype=torch.float32)
+
+
+def layers_with_indexer(hf: HFConfig) -> frozenset[int]:
+    """Return their numbers, by config.json's list or pattern of layers, else by how often one has it; all where it says nothing."""
+    name = "index_topk_pattern" if hf.get("indexer_types") is None else "indexer_types"
+    total, kinds = hf.num_hidden_layers, hf.get(name)
+    if kinds is None:
+        every, offset = max(hf.get("index_topk_freq", 1), 1), hf.get("index_skip_topk_offset", 2)
+        return frozenset(index for index in range(total) if max(index - offset + 1, 0) % every == 0)
+    if len(kinds) < total or not {*kinds} <= {*_WITH_INDEXER, *_WITHOUT_INDEXER}:
+        raise ConfigError(
+            f"{name} is {kinds!r}; expected 'full' or 'shared' (or F, S) for each of {total} layers. Fix config.json."
+        )
+    return frozenset(index for index in range(total) if kinds[index] in _WITH_INDEXER)
 
 
 class Indexer(nn.Module):
@@ -76,6 +101,7 @@ class Indexer(nn.Module):
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.choice, self.weights, self.rope = choice, choice.weights, rope
+        self.is_interleaved = bool(hf.get("indexer_rope_interleave"))
         self.wq_b = ShardLinear(
             whole_shard(f"{prefix}.wq_b", self.num_heads * self.head_dim, hf.q_lora_rank), config=config
         )
@@ -108,8 +134,9 @@ class Indexer(nn.Module):
         """hidden [T, H], normed; query_latent [T, rank]. Leaves the choice in `Choice.tokens`."""
         num_tokens = hidden.shape[0]
         cos, sin = self.rope.cos_sin[batch.positions][:, None, :].chunk(2, dim=-1)
-        query = rotate(self.wq_b(query_latent).view(num_tokens, self.num_heads, self.head_dim), cos, sin)
-        key = rotate(self.k_norm(self.wk(hidden))[:, None], cos, sin)[:, 0]
+        query = self.wq_b(query_latent).view(num_tokens, self.num_heads, self.head_dim)
+        query = rotate(self._halves(query), cos, sin)
+        key = rotate(self._halves(self.k_norm(self.wk(hidden))[:, None]), cos, sin)[:, 0]
         torch.mul(F.linear(hidden.float(), self.weights_proj), self._scale, out=self.weights[:num_tokens])
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return
@@ -119,3 +146,8 @@ class Indexer(nn.Module):
             self.attend(query, batch.attention[self.metadata_index], chosen)
         else:
             batch.cut(self, query, chosen)
+
+    def _halves(self, x: Tensor) -> Tensor:
+        """Pairs (2i, 2i + 1) of what turns brought to (i, i + rotary_dim / 2), as in `MLALayer`."""
+        turned = self.rope.rotary_dim
+        return torch.cat([x[..., :turned:2], x[..., 1:turned:2], x[..., turned:]], dim=-1) if self.is_interleaved else x
