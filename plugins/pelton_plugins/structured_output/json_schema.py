@@ -34,6 +34,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
            "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_PARTS = frozenset({*_LISTS, *_SINGLE, "items"})
 _KEYWORDS = frozenset({*_LISTS, *_SINGLE, *_MAPS, "items", "uniqueItems", "dependencies", "dependentRequired", "minContains",
                        "maxContains", "minProperties", "maxProperties", "multipleOf", "$dynamicRef"})  # fmt: skip
 _EXACT = 2**53
@@ -350,6 +351,17 @@ def _with_bounds(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
     return made
 
 
+def _each_part(schema: Mapping[str, Any], call: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return, by keyword, what `call` makes of the schemas within a schema."""
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _MAPS and isinstance(value, dict):
+            made[name] = {key: call(inner) for key, inner in value.items()}
+        elif name in _PARTS and isinstance(value, list | dict):
+            made[name] = [call(inner) for inner in value] if isinstance(value, list) else call(value)
+    return made
+
+
 def _without_flags(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema with numbers where draft 4 says that its `minimum` or `maximum` is not allowed itself."""
     made = dict(schema)
@@ -365,33 +377,33 @@ class _Bounds:
     """Bounds of numbers in a whole document, whose parts may meet: by `allOf`, `anyOf` or a reference."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        found: dict[int, list[int | float]] = {-1: [], 1: []}  # by where they bound to
-        self._collect(schema, found)
-        self._found = {side: sorted(bounds) for side, bounds in found.items()}
+        self._found: dict[int, list[int | float]] = {-1: [], 1: []}  # by where they bound to
+        self._made: dict[int, dict[str, Any]] = {}  # by the id of a part, as rewritten ones stand in several places
+        self._collect(schema, set())
+        for bounds in self._found.values():
+            bounds.sort()
 
-    def _collect(self, schema: Mapping[str, Any], found: Mapping[int, list[int | float]]) -> None:
-        for name, _, sign in _BOUNDS:
-            if _is_number(schema.get(name)):
-                found[sign].append(schema[name])
-        for _, inner in _inner(schema, ""):
-            if isinstance(inner, Mapping):
-                self._collect(inner, found)
+    def _collect(self, schema: Any, seen: set[int]) -> None:
+        if isinstance(schema, dict) and id(schema) not in seen:
+            seen.add(id(schema))
+            for name, _, sign in _BOUNDS:
+                if name in schema and _is_number(schema[name]):
+                    self._found[sign].append(schema[name])
+            _each_part(schema, lambda part: self._collect(part, seen))
 
     def exact(self, schema: Any) -> Any:
         """Return the schema without an open bound that is a whole number, where another bound is less than 1 farther from 0 (llguidance
         allows 0 where a number is above 0 and at most 0.5), and with bounds that llguidance reads as they are, or as less allowed."""
         if not isinstance(schema, dict):
             return schema
-        made = dict(schema)
-        for name in _MAPS:
-            if isinstance(made.get(name), dict):
-                made[name] = {key: self.exact(inner) for key, inner in made[name].items()}
-        for name in (*_LISTS, *_SINGLE, "items"):
-            if isinstance(inner := made.get(name), list | dict):
-                made[name] = [self.exact(one) for one in inner] if isinstance(inner, list) else self.exact(inner)
+        if id(schema) not in self._made:
+            self._made[id(schema)] = self._with_numbers({**schema, **_each_part(schema, self.exact)})
+        return self._made[id(schema)]
+
+    def _with_numbers(self, made: dict[str, Any]) -> dict[str, Any]:
         made |= {name: _with_same(made[name]) for name in ("const", "enum") if name in made}
         for name, plain, sign in _BOUNDS:
-            if not _is_number(bound := made.get(name)):
+            if name not in made or not _is_number(bound := made[name]):
                 continue
             near = _readable(bound, sign)
             is_allowed = name != plain and bound == int(bound) and sign * bound <= 0 and self._has_near(bound, -sign)
