@@ -337,3 +337,18 @@ def test_quantized_experts_on_the_modules_of_transformers_are_named(tmp_path):
         make_llm(path, model_impl="transformers")
     with make_llm(path) as llm:
         assert len(generate(llm, make_prompts(VOCAB_SIZE, LENGTHS), greedy(NUM_TOKENS))) == len(LENGTHS)
+
+
+def test_experts_without_a_gate_are_named_where_no_method_decodes(tmp_path):
+    fields = {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24, "chunk_size": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
+        "layers_block_type": ["linear_attention", "full_attention", "moe"],
+    }  # fmt: skip
+    kinds = {"config_class": transformers.NemotronHConfig, "model_class": transformers.NemotronHForCausalLM}
+    path = str(make_tiny_checkpoint(tmp_path / "m", with_tokenizer=False, **kinds, **fields))
+    with pytest.raises(ConfigError, match="'fp8', and .* has experts without a gate.* Use q8_0 or q4_1"):
+        make_llm(path, quantization="fp8")
+    for method in ("q8_0", "q4_1"):
+        with make_llm(path, quantization=method) as llm:
+            assert len(generate(llm, make_prompts(VOCAB_SIZE, LENGTHS), greedy(NUM_TOKENS))) == len(LENGTHS)
