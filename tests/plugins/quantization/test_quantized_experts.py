@@ -347,7 +347,7 @@ def test_experts_without_a_gate_are_named_where_no_method_decodes(tmp_path):
     }  # fmt: skip
     kinds = {"config_class": transformers.NemotronHConfig, "model_class": transformers.NemotronHForCausalLM}
     path = str(make_tiny_checkpoint(tmp_path / "m", with_tokenizer=False, **kinds, **fields))
-    with pytest.raises(ConfigError, match="'fp8', and .* has experts without a gate.* Use q8_0 or q4_1"):
+    with pytest.raises(ConfigError, match=r"'fp8', and .* has experts without a gate.* Use q8_0 or q4_1"):
         make_llm(path, quantization="fp8")
     for method in ("q8_0", "q4_1"):
         with make_llm(path, quantization=method) as llm:
