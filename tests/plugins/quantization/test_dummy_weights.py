@@ -114,7 +114,7 @@ def check(path: Path, settings: dict[str, Any] | None, **more: Any) -> None:
         more["hf_overrides"] = {"quantization_config": settings}
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
     prompts = [{"prompt_token_ids": ids} for ids in make_prompts(VOCAB_SIZE, (1, 17))]
-    with make_llm(str(path), load_format="dummy", dtype="float32", **more) as llm:
+    with make_llm(str(path), load_format="dummy", **more) as llm:
         found = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
     values = [[entry.logprob for step in one.logprobs for entry in step.values()] for one in found]
     assert all(map(math.isfinite, values[0] + values[1])) and values[0] != values[1]
@@ -138,6 +138,14 @@ def test_forms_start_as_gpus_keep_them(form: str, folder: Any, monkeypatch: pyte
 @pytest.mark.parametrize("form", OF_EXPERTS)
 def test_experts_of_every_form_start(form: str, folder: Any) -> None:
     check(folder("qwen3_moe"), DENSE[form])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "family, form", [("llama", form) for form in DENSE] + [("qwen3_moe", form) for form in OF_EXPERTS]
+)
+def test_a_gpu_draws_every_form(family: str, form: str, folder: Any) -> None:
+    check(folder(family), DENSE[form], device="cuda", dtype="bfloat16")
 
 
 def test_experts_of_gpt_oss_start(folder: Any) -> None:
