@@ -2,9 +2,9 @@
 
 A loader hands out what a checkpoint holds; this one has none, so the worker tells it which tensors the model
 expects. Each is drawn on its own from its name: the same in every run, on every rank, for one type of device. On a GPU the
-device draws, in the model's dtype, in place; its numbers are others than the CPU's. Of an AWQ checkpoint (config.json's
-quantization_config) the packed numbers are random words, and the scales such that weights are as large as those of other models;
-so of one in e4m3, with scales for blocks, rows or matrices.
+device draws, in the model's dtype, in place; its numbers are others than the CPU's. Of a quantized checkpoint (config.json's
+quantization_config) codes are random, and scales such that weights are as large as those of other models: those in e4m3 and of
+experts in mxfp4 are made here, by their names, others as their method says (`pelton_plugins.weight_forms.dummy`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 from pelton.config import EngineConfig
 from pelton.model.loading import LazyWeight, WeightLoader
 from pelton.model.resolved import ResolvedModel
+from pelton_plugins.weight_forms.dummy import DummyTensor, DummyWeight
 
 _SCALE = 0.02  # of matrices, as most models are initialised
-_PACKED = (".qweight", ".qzeros")
-_GROUP_SCALES = (0.002, 0.004)  # times a code of 4 bits minus another: 0.02
-_EXPONENT = 118
+_CODES, _EXPONENTS = "_proj_blocks", "_proj_scales"  # of experts in mxfp4, in uint8
+_EXPONENT = 118  # of 2^-9
 _E4M3_SIZE, _E4M3_SCALES = 100.0, (0.0001, 0.0003)  # of numbers; of what they are multiplied by: 0.02
 _E4M3_MOST = 448.0
 _E4M3_SUFFIXES = (".weight_scale_inv", ".weight_scale")
 
 
-class RandomWeight(LazyWeight):
+class RandomWeight(DummyWeight):
     """Made when it is read first."""
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
@@ -43,13 +43,15 @@ class RandomWeight(LazyWeight):
         if self._drawn is None:
             self._drawn = self._draw(torch.Generator().manual_seed(self._number()))
         part = _part(self._drawn, dim, start, stop)
-        return part if part.dtype == torch.int32 else part.to(self._dtype)
+        return part if part.dtype == torch.uint8 else part.to(self._dtype)
 
     def _draw(self, generator: torch.Generator) -> Tensor:
-        if self.name.endswith(_PACKED):
-            return torch.randint(-(2**31), 2**31, self.shape, generator=generator, dtype=torch.int32)
-        if self.name.endswith((".scales", *_E4M3_SUFFIXES)):
-            least, most = _GROUP_SCALES if self.name.endswith(".scales") else _E4M3_SCALES
+        if self.name.endswith(_CODES):
+            return torch.randint(0, 256, self.shape, generator=generator, dtype=torch.uint8)
+        if self.name.endswith(_EXPONENTS):
+            return torch.full(self.shape, _EXPONENT, dtype=torch.uint8)
+        if self.name.endswith(_E4M3_SUFFIXES):
+            least, most = _E4M3_SCALES
             return torch.rand(self.shape, generator=generator) * (most - least) + least
         return torch.randn(self.shape, generator=generator) * _SCALE + self._mean()
 
@@ -58,8 +60,8 @@ class RandomWeight(LazyWeight):
         if target.device.type == "cpu" or not (is_packed or target.dtype == self._dtype):
             return False
         generator = torch.Generator(target.device).manual_seed(self._number())
-        if is_packed:  # codes, or exponents: of 2^-9 for all
-            target.fill_(_EXPONENT) if self.name.endswith("_scales") else target.random_(0, 256, generator=generator)
+        if is_packed:  # codes, or exponents
+            target.fill_(_EXPONENT) if self.name.endswith(_EXPONENTS) else target.random_(0, 256, generator=generator)
             return True
         if target.shape == self.shape:
             target.normal_(self._mean(), _SCALE, generator=generator)
@@ -68,6 +70,9 @@ class RandomWeight(LazyWeight):
             whole.normal_(self._mean(), _SCALE, generator=generator)
             target.copy_(_part(whole, dim, start, stop))
         return True
+
+    def draw(self, what: DummyTensor, device: torch.device) -> Tensor:
+        return what.draw(torch.Generator(device).manual_seed(self._number()))
 
     def _mean(self) -> float:
         return 1.0 if len(self.shape) == 1 and self.name.endswith("norm.weight") else 0.0

@@ -69,7 +69,7 @@ class UngatedMoe(nn.Module):
         if method is None:
             raise ConfigError(
                 f"quantization is {config.quantization.name!r}, and {prefix} has experts without a gate, which this version keeps in the "
-                "model's dtype alone. Leave quantization unset, or take a checkpoint that is not quantized."
+                "model's dtype alone. Use q8_0 or q4_1, which round the other matrices, or leave quantization unset."
             )
         if config.adapters is not None:
             config.adapters.refuse(prefix, "it belongs to a layer of experts")

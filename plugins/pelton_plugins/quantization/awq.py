@@ -10,6 +10,7 @@ import torch
 from pelton.errors import ConfigError
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
 from pelton_plugins.quantization.module_names import is_part_of
+from pelton_plugins.weight_forms.dummy import DummyTensor, group_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +64,14 @@ class AWQWeights(GroupedWeights):
         groups = 1 if form.group_size == WHOLE else shard.num_cols // form.group_size
         words = shard.num_rows // PER_WORD
         return {"qweight": (shard.num_cols, words), "qzeros": (groups, words), "scales": (groups, shard.num_rows)}
+
+    def dummy(self, shard: LinearShard, form: GroupForm) -> Mapping[str, DummyTensor | Tensor]:
+        groups = 1 if form.group_size == WHOLE else shard.num_cols // form.group_size
+        words = shard.num_rows // PER_WORD
+        return {
+            "qweight": DummyTensor((shard.num_cols, words), torch.int32), "qzeros": DummyTensor((groups, words), torch.int32),
+            "scales": group_scales((groups, shard.num_rows), form.bits, torch.float16),
+        }  # fmt: skip
 
     def numbers(self, shard: LinearShard, form: GroupForm, found: Mapping[str, Tensor]) -> Numbers:
         words = found["qweight"]

@@ -22,6 +22,7 @@ from pelton.quantization.plain import PlainWeights, make_bias
 from pelton_plugins.quantization.grouped import WHOLE, Collector, GroupedWeights, GroupForm, Numbers
 from pelton_plugins.quantization.module_names import is_part_of
 from pelton_plugins.weight_forms.blocks import is_for_cpu
+from pelton_plugins.weight_forms.dummy import DummyTensor
 from pelton_plugins.weight_forms.expert_codes import put_codes
 from pelton_plugins.weight_forms.tables import BLOCK, TABLES
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 NAME = "bitsandbytes"
 INT8_MOST = 127.0
+DUMMY_LARGEST = (0.03, 0.05)
+"""Of a row or a block of dummy weights, the largest number."""
+NESTED_BLOCK = 256
+"""Blocks of dummy weights with one scale in double quantization, as bitsandbytes has them."""
 
 
 def make_bitsandbytes(config: EngineConfig, model: ResolvedModel) -> QuantizationMethod:
@@ -88,6 +93,12 @@ class Int8Weights(GroupedWeights):
 
     def tensors(self, shard: LinearShard, form: GroupForm) -> Mapping[str, tuple[int, ...] | None]:
         return {"weight": (shard.num_rows, shard.num_cols), "SCB": (shard.num_rows,)}
+
+    def dummy(self, shard: LinearShard, form: GroupForm) -> Mapping[str, DummyTensor | Tensor]:
+        return {
+            "weight": DummyTensor((shard.num_rows, shard.num_cols), torch.int8),
+            "SCB": DummyTensor((shard.num_rows,), torch.float32, DUMMY_LARGEST),
+        }
 
     def numbers(self, shard: LinearShard, form: GroupForm, found: Mapping[str, Tensor]) -> Numbers:
         weight = found["weight"]
@@ -152,13 +163,32 @@ class FourBitWeights(PlainWeights):
 
     def expect_packed(self, config: BuildConfig, shard: LinearShard, codes: Tensor, scales: Tensor) -> None:
         """Tell `config.weights` what fills this rank's part of the matrix."""
-        Collector(config, shard.name, dict.fromkeys(self._names), partial(self._keep, shard, codes, scales))
+        done = partial(self._keep, shard, codes, scales)
+        Collector(config, shard.name, dict.fromkeys(self._names), done, partial(self._dummy, shard))
 
     def expect(self, config: BuildConfig, shard: LinearShard, target: Tensor) -> None:
         if is_part_of(shard.name, self._kept):
             super().expect(config, shard, target)
             return
-        Collector(config, shard.name, dict.fromkeys(self._names), partial(self._decode, shard, target))
+        done = partial(self._decode, shard, target)
+        Collector(config, shard.name, dict.fromkeys(self._names), done, partial(self._dummy, shard))
+
+    def _dummy(self, shard: LinearShard) -> Mapping[str, DummyTensor | Tensor]:
+        count = shard.num_rows * shard.num_cols
+        num_blocks = -(-count // BLOCK)
+        low, high = DUMMY_LARGEST
+        state: dict[str, Any] = {"blocksize": BLOCK, "shape": [shard.num_rows, shard.num_cols]}
+        found: dict[str, DummyTensor | Tensor] = {
+            "weight": DummyTensor((count // 2, 1), torch.uint8),
+            "weight.absmax": DummyTensor((num_blocks,), torch.float32, DUMMY_LARGEST),
+            "weight.quant_map": torch.tensor(TABLES[self.kind]),
+        }
+        if "weight.nested_absmax" in self._names:
+            state |= {"nested_blocksize": NESTED_BLOCK, "nested_offset": (low + high) / 2}
+            found["weight.absmax"] = DummyTensor((num_blocks,), torch.uint8)
+            found["weight.nested_absmax"] = torch.full((-(-num_blocks // NESTED_BLOCK),), (high - low) / 2)
+            found["weight.nested_quant_map"] = torch.linspace(-1, 1, 256)
+        return found | {self._state: torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)}
 
     def _keep(self, shard: LinearShard, codes: Tensor, scales: Tensor, found: Mapping[str, Tensor]) -> None:
         numbers, largest, block = self._read(shard, found)

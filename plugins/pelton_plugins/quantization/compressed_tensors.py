@@ -23,6 +23,7 @@ from pelton_plugins.quantization.fp8_decoded import BlockExperts, DecodedFp8
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
 from pelton_plugins.quantization.merged import create_mixed
 from pelton_plugins.quantization.module_names import matches, spellings
+from pelton_plugins.weight_forms.dummy import DummyTensor, group_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -201,6 +202,18 @@ class _Packed(GroupedWeights):
             wanted["weight_g_idx"] = (shard.num_cols,)
         return wanted
 
+    def dummy(self, shard: LinearShard, form: GroupForm) -> Mapping[str, DummyTensor | Tensor]:
+        wanted = self.tensors(shard, form)
+        found: dict[str, DummyTensor | Tensor] = {
+            name: DummyTensor(wanted[name] or (), torch.int32)
+            for name in ("weight_packed", "weight_zero_point") if name in wanted
+        }  # fmt: skip
+        return found | {
+            "weight_scale": group_scales(wanted["weight_scale"] or (), form.bits, torch.bfloat16),
+            "weight_shape": torch.tensor([shard.num_rows, shard.num_cols]),
+            "weight_g_idx": torch.arange(shard.num_cols, dtype=torch.int32) // max(form.group_size, 1),
+        }
+
     def numbers(self, shard: LinearShard, form: GroupForm, found: Mapping[str, Tensor]) -> Numbers:
         shape = found["weight_shape"].tolist()
         if shape != [shard.num_rows, shard.num_cols]:
@@ -230,6 +243,14 @@ class _Int8(_Packed):
         if not form.is_symmetric:
             wanted["weight_zero_point"] = None
         return wanted
+
+    def dummy(self, shard: LinearShard, form: GroupForm) -> Mapping[str, DummyTensor | Tensor]:
+        groups = 1 if form.group_size == WHOLE else shard.num_cols // form.group_size
+        return {
+            "weight": DummyTensor((shard.num_rows, shard.num_cols), torch.int8),
+            "weight_scale": group_scales((shard.num_rows, groups), form.bits, torch.bfloat16),
+            "weight_zero_point": torch.zeros(shard.num_rows, groups, dtype=torch.int8),
+        }
 
     def create(
         self, config: BuildConfig, shards: Sequence[LinearShard], *, bias: bool, is_vocabulary: bool = False

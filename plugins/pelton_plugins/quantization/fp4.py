@@ -21,6 +21,7 @@ from pelton.quantization.plain import PlainWeights
 from pelton_plugins.quantization.cache_scales import take_cache_scales
 from pelton_plugins.quantization.grouped import Collector
 from pelton_plugins.quantization.numbers import E4M3
+from pelton_plugins.weight_forms.dummy import DummyTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ NUMBERS_AT_ONCE = 2**24
 """While a matrix is decoded: little is held beside the result."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # of a power of two's exponent
+_E4M3_SCALES, _DUMMY_WHOLE = (40.0, 440.0), 3e-5
+"""Of dummy weights; the next one too: times numbers of up to 6 they are 0.02."""
+_EXPONENTS = (118, 121)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,21 @@ class Fp4Weights(PlainWeights):
         }
         if layout.whole is not None:
             wanted[layout.whole] = None
-        Collector(config, shard.name, wanted, partial(self._decode, shard, target))
+        dummy = partial(self._dummy, shard)
+        Collector(config, shard.name, wanted, partial(self._decode, shard, target), dummy)
         for name in layout.unread:
             config.weights.ignore(re.escape(f"{shard.name}.{name}"))
+
+    def _dummy(self, shard: LinearShard) -> Mapping[str, DummyTensor | Tensor]:
+        layout, shape = self._layout, (shard.num_rows, shard.num_cols // self._layout.block)
+        dtype, bounds = (E4M3, _E4M3_SCALES) if layout.whole is not None else (torch.uint8, _EXPONENTS)
+        found: dict[str, DummyTensor | Tensor] = {
+            layout.codes: DummyTensor((shard.num_rows, shard.num_cols // 2), torch.uint8),
+            layout.scales: DummyTensor(shape, dtype, bounds),
+        }
+        if layout.whole is not None:
+            found[layout.whole] = torch.tensor(1 / _DUMMY_WHOLE if layout.divides else _DUMMY_WHOLE)
+        return found
 
     def _decode(self, shard: LinearShard, target: Tensor, found: Mapping[str, Tensor]) -> None:
         layout = self._layout

@@ -11,6 +11,7 @@ import torch
 from pelton.errors import ConfigError
 from pelton_plugins.quantization.grouped import WHOLE, GroupedWeights, GroupForm, Numbers, read_bits, unpack_words
 from pelton_plugins.quantization.module_names import is_part_of, matches
+from pelton_plugins.weight_forms.dummy import DummyTensor, group_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +94,18 @@ class GPTQWeights(GroupedWeights):
             "scales": (groups, shard.num_rows),
         }  # fmt: skip
         return {**wanted, "g_idx": (shard.num_cols,)} if form.is_ordered else wanted
+
+    def dummy(self, shard: LinearShard, form: GroupForm) -> Mapping[str, DummyTensor | Tensor]:
+        wanted = self.tensors(shard, form)
+        words, zeros, scales = (wanted[name] or () for name in ("qweight", "qzeros", "scales"))
+        zero = 2 ** (form.bits - 1) - self._more  # in each byte of a word as often as it fits
+        byte = zero if form.bits == 8 else zero << 4 | zero
+        return {
+            "qweight": DummyTensor(words, torch.int32),
+            "qzeros": torch.full((*zeros, 4), byte, dtype=torch.uint8).view(torch.int32).squeeze(-1),
+            "scales": group_scales(scales, form.bits, torch.float16),
+            "g_idx": torch.arange(shard.num_cols, dtype=torch.int32) // max(form.group_size, 1),
+        }
 
     def numbers(self, shard: LinearShard, form: GroupForm, found: Mapping[str, Tensor]) -> Numbers:
         words = found["qweight"]

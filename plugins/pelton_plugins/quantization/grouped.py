@@ -23,6 +23,7 @@ from pelton_plugins.quantization.cache_scales import take_cache_scales
 from pelton_plugins.quantization.merged import create_mixed
 from pelton_plugins.weight_forms.block_writing import pack
 from pelton_plugins.weight_forms.blocks import is_for_cpu
+from pelton_plugins.weight_forms.dummy import DummyTensor, DummyWeight
 from pelton_plugins.weight_forms.expert_codes import BLOCK as CODES_BLOCK
 from pelton_plugins.weight_forms.expert_codes import put_codes
 from pelton_plugins.weight_forms.groups import (
@@ -84,6 +85,10 @@ class GroupedWeights(ABC):
     def numbers(self, shard: LinearShard, form: GroupForm, found: Mapping[str, Tensor]) -> Numbers:
         """Read the whole matrix from those tensors."""
 
+    def dummy(self, shard: LinearShard, form: GroupForm) -> Mapping[str, DummyTensor | Tensor]:
+        """Return what those tensors are without a checkpoint (`--load-format dummy`). Optional: the loader goes by their names."""
+        return {}
+
     @property
     def experts(self) -> GroupedExperts:
         return GroupedExperts(self)
@@ -120,8 +125,8 @@ class GroupedWeights(ABC):
             by_name.setdefault(shard.name, []).append(index)
         for indices in by_name.values():
             shard = shards[indices[0]]
-            wanted = self.tensors(shard, form)
-            Collector(config, shard.name, wanted, partial(self._take, kept, form, [(i, shards[i]) for i in indices]))
+            done = partial(self._take, kept, form, [(i, shards[i]) for i in indices])
+            Collector(config, shard.name, self.tensors(shard, form), done, partial(self.dummy, shard, form))
         vector = make_bias(config, shards) if bias else None
         spec = replace(kept.spec, has_bias=vector is not None, is_ordered=form.is_ordered)
         return LinearWeights(spec, kept.tensors, vector)
@@ -186,7 +191,8 @@ class GroupedExperts:
             numbers, rows = _finite(shard, self._method.numbers(shard, form, found)), slice(*shard.rows)
             put(numbers.codes(rows)[:, slice(*shard.cols)], numbers.scales[rows, groups], numbers.zeros[rows, groups])
 
-        Collector(config, shard.name, self._method.tensors(shard, form), done)
+        dummy = partial(self._method.dummy, shard, form)
+        Collector(config, shard.name, self._method.tensors(shard, form), done, dummy)
 
     @staticmethod
     def _take(weight: Tensor, scale: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor) -> None:
@@ -214,7 +220,8 @@ class DecodedGroups(PlainWeights):
         if form is None:
             super().expect(config, shard, target)
             return
-        Collector(config, shard.name, self._method.tensors(shard, form), partial(self._take, shard, form, target))
+        done, dummy = partial(self._take, shard, form, target), partial(self._method.dummy, shard, form)
+        Collector(config, shard.name, self._method.tensors(shard, form), done, dummy)
 
     def _take(self, shard: LinearShard, form: GroupForm, target: Tensor, found: Mapping[str, Tensor]) -> None:
         numbers = _finite(shard, self._method.numbers(shard, form, found))
@@ -280,8 +287,10 @@ class Collector:
     def __init__(
         self, config: BuildConfig, name: str, wanted: Mapping[str, tuple[int, ...] | None],
         done: Callable[[Mapping[str, Tensor]], None],
+        dummy: Callable[[], Mapping[str, DummyTensor | Tensor]] = dict,
     ) -> None:  # fmt: skip
-        self._done, self._device = done, config.device
+        """dummy: see `GroupedWeights.dummy`."""
+        self._done, self._dummy, self._device = done, dummy, config.device
         self._missing = set(wanted)
         self._found: dict[str, Tensor] = {}
         place = torch.empty(0)
@@ -289,11 +298,16 @@ class Collector:
             config.weights.expect(f"{name}.{suffix}", shape, place, fill=partial(self._take, suffix))
 
     def _take(self, suffix: str, weight: LazyWeight, place: Tensor) -> None:
-        self._found[suffix] = weight.read().to(self._device, copy=True)
+        self._found[suffix] = self._read(suffix, weight)
         self._missing.discard(suffix)
         if not self._missing:
             found, self._found = self._found, {}
             self._done(found)
+
+    def _read(self, suffix: str, weight: LazyWeight) -> Tensor:
+        if isinstance(weight, DummyWeight) and (what := self._dummy().get(suffix)) is not None:
+            return weight.draw(what, self._device) if isinstance(what, DummyTensor) else what.to(self._device)
+        return weight.read().to(self._device, copy=True)
 
 
 class _Kept(ABC):

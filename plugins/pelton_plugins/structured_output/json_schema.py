@@ -7,6 +7,7 @@ are refused by name. Formats that JSON Schema does not define are notes, as its 
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import re
@@ -33,16 +34,19 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
            "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_PARTS = frozenset({*_LISTS, *_SINGLE, "items"})
 _KEYWORDS = frozenset({*_LISTS, *_SINGLE, *_MAPS, "items", "uniqueItems", "dependencies", "dependentRequired", "minContains",
                        "maxContains", "minProperties", "maxProperties", "multipleOf", "$dynamicRef"})  # fmt: skip
 _EXACT = 2**53
 """From here on float64 holds only some of the whole numbers, and llguidance computes bounds as that."""
 _WIDEST = {"minimum": -(2**63) + 1024, "maximum": 2**63 - 1}
 """The widest bounds of an integer that it takes: it negates a lower one in 64 bits, where this is the first float64 that it can."""
-_NEAREST = 2e-15
-"""How far from a whole number another one is, for its size: llguidance takes nearer ones for the whole number."""
+_MAX_STEPS = 4
+"""Numbers of float64 that are tried on each side of one in its place: further ones are not read as it."""
 _LEAST = 1e-30
-"""The first number above 0, where 0 is none: its regexes nest as deep as a number has digits, and have a limit."""
+"""The number next to 0 as a bound: its regexes nest as deep as a number has digits, and have a limit."""
+_MOST_POWER = 308
+"""Of ten, in float64."""
 _MOST_COUNTED = 2**32 - 1
 """The largest repetition of its regexes."""
 _MAX_OVERLAPPING = 12
@@ -84,7 +88,7 @@ def prepare_schema(schema: Any, *, closes_objects: bool = False) -> dict[str, An
         schema = closed(schema)
     made = _Preparation(schema).walk(schema, "", 0)
     assert isinstance(made, dict)
-    return made
+    return _Bounds(made).exact(made)
 
 
 def bad_schema(pointer: str, what: str) -> RequestError:
@@ -315,8 +319,8 @@ def _check_keywords(schema: Mapping[str, Any], pointer: str) -> None:
             place, number = found
             raise bad_schema(
                 place,
-                f"is {_short(number)}; a whole number is enforced below 2**63, and where a float64 is exactly that number. "
-                "Use a text, or another number",
+                f"is {_short(number)}; a whole number is enforced below 2**63, and where a float64 is exactly that number, another "
+                "one of up to 15 digits, and most of more. Use a text, or another number",
             )
     reference = schema.get("$ref")
     if isinstance(reference, str) and not reference.startswith("#") and "://" in reference:
@@ -325,6 +329,7 @@ def _check_keywords(schema: Mapping[str, Any], pointer: str) -> None:
 
 def _with_bounds(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
     """The schema with large bounds as llguidance takes them. Raises `RequestError` for one that it would take for another number."""
+    schema = _without_flags(schema)
     made = {key: value for key, value in schema.items() if key not in _COUNTS_ABOVE or value <= _MOST_COUNTED}
     kinds = schema.get("type")
     is_integer = kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
@@ -343,23 +348,129 @@ def _with_bounds(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
             made[name] = sign * -_WIDEST["minimum"]
         elif abs(bound) >= 2**63 or Decimal(repr(float(bound))) != bound:  # the digits that it writes of it
             raise _unheld_bound(f"{pointer}/{name}", bound)
-    return made if is_integer else _within_one(made)
-
-
-def _within_one(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without an open bound that is a whole number, with the other bound less than 1 farther from 0: llguidance allows
-    0 where a number is above 0 and at most 0.5."""
-    made = dict(schema)
-    for name, plain, sign in _BOUNDS:
-        bound = made.get(name)
-        if name == plain or not _is_number(bound) or bound != int(bound) or sign * bound > 0:
-            continue
-        others = [made.get(other) for other, _, side in _BOUNDS if side == -sign]
-        if any(_is_number(other) and 0 < sign * (bound - other) < 1 for other in others):
-            del made[name]
-            first = bound - sign * (abs(bound) * _NEAREST or _LEAST)
-            made[plain] = sign * min(sign * first, sign * made.get(plain, first))
     return made
+
+
+def _each_part(schema: Mapping[str, Any], call: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return, by keyword, what `call` makes of the schemas within a schema."""
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _MAPS and isinstance(value, dict):
+            made[name] = {key: call(inner) for key, inner in value.items()}
+        elif name in _PARTS and isinstance(value, list | dict):
+            made[name] = [call(inner) for inner in value] if isinstance(value, list) else call(value)
+    return made
+
+
+def _without_flags(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with numbers where draft 4 says that its `minimum` or `maximum` is not allowed itself."""
+    made = dict(schema)
+    for name, plain, _ in _BOUNDS:
+        if name != plain and isinstance(is_open := made.get(name), bool):
+            del made[name]
+            if is_open and plain in made:
+                made[name] = made.pop(plain)
+    return made
+
+
+class _Bounds:
+    """Bounds of numbers in a whole document, whose parts may meet: by `allOf`, `anyOf` or a reference."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._found: dict[int, list[int | float]] = {-1: [], 1: []}  # by where they bound to
+        self._made: dict[int, dict[str, Any]] = {}  # by the id of a part, as rewritten ones stand in several places
+        self._collect(schema, set())
+        for bounds in self._found.values():
+            bounds.sort()
+
+    def _collect(self, schema: Any, seen: set[int]) -> None:
+        if isinstance(schema, dict) and id(schema) not in seen:
+            seen.add(id(schema))
+            for name, _, sign in _BOUNDS:
+                if name in schema and _is_number(schema[name]):
+                    self._found[sign].append(schema[name])
+            _each_part(schema, lambda part: self._collect(part, seen))
+
+    def exact(self, schema: Any) -> Any:
+        """Return the schema without an open bound that is a whole number, where another bound is less than 1 farther from 0 (llguidance
+        allows 0 where a number is above 0 and at most 0.5), and with bounds that llguidance reads as they are, or as less allowed."""
+        if not isinstance(schema, dict):
+            return schema
+        if id(schema) not in self._made:
+            self._made[id(schema)] = self._with_numbers({**schema, **_each_part(schema, self.exact)})
+        return self._made[id(schema)]
+
+    def _with_numbers(self, made: dict[str, Any]) -> dict[str, Any]:
+        made |= {name: _with_same(made[name]) for name in ("const", "enum") if name in made}
+        for name, plain, sign in _BOUNDS:
+            if name not in made or not _is_number(bound := made[name]):
+                continue
+            near = _readable(bound, sign)
+            is_allowed = name != plain and bound == int(bound) and sign * bound <= 0 and self._has_near(bound, -sign)
+            if is_allowed:
+                near = _readable(math.nextafter(bound, -sign * math.inf) if bound else -sign * _LEAST, sign)
+            if name == plain or (not is_allowed and _as_read(near) == bound):
+                made[name] = near
+                continue
+            del made[name]  # that number, farther in, keeps it
+            made[plain] = max(near, made.get(plain, near), key=lambda number, side=-sign: side * _as_read(number))
+        return made
+
+    def _has_near(self, bound: int | float, side: int) -> bool:
+        """Return whether a bound to `side` is less than 1 farther from 0."""
+        others = self._found[side]
+        if side > 0:
+            place = bisect.bisect_right(others, bound)
+            return place < len(others) and others[place] - bound < 1
+        place = bisect.bisect_left(others, bound)
+        return place > 0 and bound - others[place - 1] < 1
+
+
+def _readable(bound: int | float, sign: int) -> int | float:
+    """Return the number that llguidance reads as the bound, else the nearest that it reads as one farther in; sign: where it bounds to."""
+    if 0 < abs(bound) < _LEAST:
+        return -sign * _LEAST if sign * bound < 0 else 0
+    if isinstance(bound, int):
+        return bound
+    if (same := _same(bound)) is not None:
+        return same
+    inward = bound
+    while sign * _as_read(inward) > sign * bound:
+        inward = math.nextafter(inward, -sign * math.inf)
+    return inward
+
+
+def _same(number: float) -> float | None:
+    """Return one that llguidance reads as this number."""
+    below = above = number
+    for _ in range(_MAX_STEPS):
+        for near in (below, above):
+            if _as_read(near) == number:
+                return near
+        below, above = math.nextafter(below, -math.inf), math.nextafter(above, math.inf)
+    return None
+
+
+def _with_same(value: Any) -> Any:
+    """Return a value with such numbers."""
+    if isinstance(value, list):
+        return [_with_same(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _with_same(one) for key, one in value.items()}
+    return _same(value) if isinstance(value, float) else value
+
+
+def _as_read(number: int | float) -> int | float:
+    """Return what serde_json, which llguidance reads schemas by, makes of a number: its digits as float64, times or by a power of ten."""
+    if isinstance(number, int):
+        return number
+    sign, digits, exponent = Decimal(repr(number)).as_tuple()
+    value, exponent = float(int("".join(map(str, digits)))), int(exponent)
+    while exponent < -_MOST_POWER:
+        value, exponent = value / float(f"1e{_MOST_POWER}"), exponent + _MOST_POWER
+    power = float(f"1e{abs(exponent)}")
+    value = value / power if exponent < 0 else value * power
+    return -value if sign else value
 
 
 def _integer_bound(
@@ -407,7 +518,7 @@ def _is_schema(value: Any) -> bool:
 
 
 def _unheld(value: Any, pointer: str) -> Iterator[tuple[str, Any]]:
-    """Whole numbers of a value that llguidance takes for others: it computes them as float64, and then as int64."""
+    """Numbers of a value that llguidance takes for others: it computes whole ones as float64, and then as int64."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             yield from _unheld(one, f"{pointer}/{_escape(key)}")
@@ -419,6 +530,8 @@ def _unheld(value: Any, pointer: str) -> Iterator[tuple[str, Any]]:
         is_held = whole == 2**63 - 1 or (abs(whole) < 2**63 and int(float(whole)) == whole)
         if not is_held:
             yield pointer, value
+    elif isinstance(value, float) and _same(value) is None:
+        yield pointer, value
 
 
 _COUNTS_ABOVE = frozenset({"maxLength", "maxItems", "maxProperties"})

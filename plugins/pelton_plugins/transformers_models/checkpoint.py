@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pelton.errors import ConfigError
 from pelton.model.loading import LazyWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+_OF_EXPERTS = re.compile(r"(.*\bexperts)\.(.+)")
 
 
 class _InMemory(LazyWeight):
@@ -45,7 +48,8 @@ class _Shapes:
 class Conversions:
     """transformers' rules for one model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, method: str | None = None) -> None:
+        """method: the quant_method of a quantized checkpoint."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -53,12 +57,15 @@ class Conversions:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._prefix, self._shapes, self._config = model.base_model_prefix, _Shapes(model), model.config
+        self._method = method
         self._unread = [re.compile(pattern) for pattern in _unread(model)]
 
     def apply(
         self, weights: Iterable[tuple[str, LazyWeight]], expected: Mapping[str, Any]
     ) -> Iterator[tuple[str, LazyWeight]]:
-        """Hand on tensors under the modules' names. Those that are made of several are made when all have been seen."""
+        """Hand on tensors under the modules' names. Those that are made of several are made when all have been seen.
+
+        Raises `ConfigError` where experts are quantized."""
         from transformers.core_model_loading import rename_source_key
 
         by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
@@ -74,6 +81,8 @@ class Conversions:
                 name, self._renamings, self._converters, self._prefix, dict.fromkeys(expected, True)
             )
             if pattern is None:
+                if self._method is not None and renamed not in expected and (found := _OF_EXPERTS.fullmatch(renamed)):
+                    raise _quantized_experts(found[1], name, self._method)
                 yield renamed, weight
             else:
                 made.setdefault(renamed, by_pattern[pattern])
@@ -85,6 +94,15 @@ class Conversions:
             made_of = converter.convert(first_name, model=self._shapes, config=self._config)
             for target, tensor in made_of.items():
                 yield target, _InMemory(tensor[0] if isinstance(tensor, list) else tensor)
+
+
+def _quantized_experts(layer: str, name: str, method: str) -> ConfigError:
+    return ConfigError(
+        f"config.json's quantization_config says {method!r}, and the checkpoint has {name}: {layer} are quantized. On transformers' "
+        "modules experts are kept in the model's dtype alone. If Pelton has the model itself (pelton plugins lists them), leave "
+        "model_impl unset; else take the checkpoint that is not quantized: --quantization fp8 or q8_0 rounds its matrices but for the "
+        "experts."
+    )
 
 
 def _unread(model: PreTrainedModel) -> Iterator[str]:

@@ -20,7 +20,6 @@ from pelton.model.resolve import resolve_model
 from pelton.plugins import load_plugins
 from pelton.testing.model_driver import ModelDriver
 from pelton.testing.models import make_tiny_checkpoint
-from pelton_plugins.loaders.dummy_loader import RandomWeight
 from pelton_plugins.quantization import grouped
 
 PLUGINS = load_plugins(only=[])
@@ -208,9 +207,6 @@ def test_dummy_weights_of_a_quantized_checkpoint(tmp_path):
         (found,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     values = [entry.logprob for step in found.outputs[0].logprobs for entry in step.values()]
     assert all(np.isfinite(values)) and len(found.outputs[0].token_ids) == 4
-    words, scales = (RandomWeight(f"a.{name}", (64, 8), torch.bfloat16, 0).read() for name in ("qweight", "scales"))
-    assert words.dtype == torch.int32 and words.min() < 0 < words.max()
-    assert scales.dtype == torch.bfloat16 and scales.min() > 0
 
 
 REFUSED = [

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+import transformers
 from pelton_e2e import generate, greedy, greedy_reference, make_llm, make_prompts
 from pelton_grouped import (
     Form,
@@ -276,3 +277,78 @@ def test_stacked_experts_in_fp8(is_kept, down_scale, forms, tmp_path, monkeypatc
     with make_llm(packed) as llm:
         assert generate(llm, prompts, greedy(NUM_TOKENS)) == want
     assert set(forms) == {("e4m3", None) if is_kept else ("plain", None)}
+
+
+PHIMOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+GRANITE = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 32,
+}  # fmt: skip
+MADE = {"phimoe": ("Phimoe", PHIMOE), "granitemoehybrid": ("GraniteMoeHybrid", GRANITE)}
+
+
+def write_rows_in_fp8(folder, family, *, with_experts):
+    """In compressed-tensors' form; experts that are one tensor a matrix stay as they are."""
+    kind, fields = MADE.get(family, (None, {}))
+    if kind:
+        fields |= {
+            "config_class": getattr(transformers, f"{kind}Config"),
+            "model_class": getattr(transformers, f"{kind}ForCausalLM"),
+        }
+    path = make_tiny_checkpoint(folder / family, None if kind else family, with_tokenizer=False, **fields)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".weight") and tensors[name].dim() == 2]:
+        if ".experts." in name if with_experts else "_proj." in name or "_linear." in name:
+            scales = row_scales(tensors[name])
+            tensors |= {name: round_rows(tensors[name], scales), f"{name}_scale": scales.unsqueeze(-1)}
+    save_file(tensors, path / "model.safetensors")
+    group = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+    settings = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*self_attn.*"] if with_experts else ["lm_head"],
+    }  # fmt: skip
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return str(path)
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "llama4"])
+def test_plain_stacked_experts_beside_quantized_matrices_are_named(family, tmp_path):
+    """What the error says to do works."""
+    path = write_rows_in_fp8(tmp_path, family, with_experts=False)
+    with pytest.raises(
+        ConfigError, match=r"has model\.layers\.\d\.\w+\.experts in float32, not quantized.*Add \"re:\.\*experts"
+    ):
+        make_llm(path)
+    left_out = {"quantization_config": {"ignore": ["lm_head", "re:.*experts.*"]}}
+    with make_llm(path, hf_overrides=left_out) as llm:
+        assert len(generate(llm, make_prompts(VOCAB_SIZE, LENGTHS), greedy(NUM_TOKENS))) == len(LENGTHS)
+
+
+def test_quantized_experts_on_the_modules_of_transformers_are_named(tmp_path):
+    path = write_rows_in_fp8(tmp_path, "phimoe", with_experts=True)
+    with pytest.raises(
+        ConfigError,
+        match=r"says 'compressed-tensors', .*w1\.weight_scale: model\.layers\.0\.mlp\.experts are quantized",
+    ):
+        make_llm(path)
+    path = write_rows_in_fp8(tmp_path, "mixtral", with_experts=True)
+    with pytest.raises(ConfigError, match="leave model_impl unset; else take the checkpoint that is not quantized"):
+        make_llm(path, model_impl="transformers")
+    with make_llm(path) as llm:
+        assert len(generate(llm, make_prompts(VOCAB_SIZE, LENGTHS), greedy(NUM_TOKENS))) == len(LENGTHS)
+
+
+def test_experts_without_a_gate_are_named_where_no_method_decodes(tmp_path):
+    fields = {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24, "chunk_size": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
+        "layers_block_type": ["linear_attention", "full_attention", "moe"],
+    }  # fmt: skip
+    kinds = {"config_class": transformers.NemotronHConfig, "model_class": transformers.NemotronHForCausalLM}
+    path = str(make_tiny_checkpoint(tmp_path / "m", with_tokenizer=False, **kinds, **fields))
+    with pytest.raises(ConfigError, match=r"'fp8', and .* has experts without a gate.* Use q8_0 or q4_1"):
+        make_llm(path, quantization="fp8")
+    for method in ("q8_0", "q4_1"):
+        with make_llm(path, quantization=method) as llm:
+            assert len(generate(llm, make_prompts(VOCAB_SIZE, LENGTHS), greedy(NUM_TOKENS))) == len(LENGTHS)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -243,6 +247,10 @@ def test_special_tokens_in_a_tag_are_tokens(guidance):
             "/enum/1/b/0 is 9007199254740993; a whole number is enforced below 2**63",
         ),
         ({"const": 2**63}, "/const is 9223372036854775808; a whole number"),
+        (
+            {"enum": [0.5, 0.9999999999999999]},
+            "/enum/1 is 0.9999999999999999; a whole number",
+        ),
         ({"const": -(2**63)}, "/const is -9223372036854775808; a whole number"),
         ({"enum": [-1e308, 2], "type": "integer"}, "/enum/0 is -1e+308; a whole number"),
         ({"items": {"type": "integer", "minimum": 2**53 + 1}}, "/items/minimum is 9007199254740993; a bound is"),
@@ -319,6 +327,83 @@ def test_a_number_is_above_an_open_bound(guidance, bounds, taken, not_taken):
     params = StructuredOutputsParams(json={"type": "number", **bounds})
     assert [text for text in taken if not takes(guidance, params, text)] == []
     assert [text for text in not_taken if takes(guidance, params, text)] == []
+
+
+@pytest.mark.parametrize(
+    "schema, taken, not_taken",
+    [
+        ({"allOf": [{"maximum": 0.5}, {"exclusiveMinimum": 0}, {"minimum": -1}]}, ["0.5", "0.0001"], ["0", "0.0", "-0.5", "0.51"]),
+        ({"exclusiveMaximum": 0, "$ref": "#/$defs/a", "$defs": {"a": {"minimum": -0.5}}}, ["-0.5"], ["0", "-0", "-0.6"]),
+        ({"exclusiveMinimum": 1, "anyOf": [{"maximum": 1.5}, {"minimum": 3}]}, ["1.5", "3"], ["1", "1.0", "2"]),
+        ({"minimum": 0, "maximum": 0.5, "not": {"const": 0}}, ["0.1", "0.5"], ["0", "0.0"]),
+        ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, ["0.1", "0.5"], ["0", "0.0"]),
+        ({"minimum": 0.1, "maximum": 0.9999999999999999}, ["0.1", "0.90"], ["1", "1.0"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 999.9999999999999}, ["999.5"], ["999.9999999999999", "1000"]),
+        ({"exclusiveMinimum": -1000000000.0000001, "maximum": -(10**9)}, ["-1000000000"], ["-1000000000.0000001"]),
+        ({"minimum": 1e-300}, ["1", "0.5"], ["0", "-1"]),
+        ({"maximum": 1e-300, "minimum": -0.5}, ["0", "-0.5"], ["0.1", "-0.6"]),
+        ({"enum": [0.1, 0.30000000000000004]}, ["0.1", "0.30000000000000004"], ["0.3"]),
+    ],
+)  # fmt: skip
+def test_bounds_that_meet_or_have_many_digits_are_kept(guidance, schema, taken, not_taken):
+    params = StructuredOutputsParams(json={"type": "number", **schema})
+    assert [text for text in taken if not takes(guidance, params, text)] == []
+    assert [text for text in not_taken if takes(guidance, params, text)] == []
+
+
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
+def keeps_bounds(schema, number: Fraction) -> bool:
+    found = [Fraction(repr(schema[name])) if name in schema else None for name in BOUNDS]
+    return (
+        (found[0] is None or number >= found[0]) and (found[1] is None or number > found[1])
+        and (found[2] is None or number <= found[2]) and (found[3] is None or number < found[3])
+        and all(keeps_bounds(part, number) for part in schema.get("allOf", ()))
+        and ("anyOf" not in schema or any(keeps_bounds(part, number) for part in schema["anyOf"]))
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_number_beyond_a_bound_is_allowed(guidance, seed):
+    """Bounds at and next to whole numbers, and numbers next to those, in one part of a schema or in several."""
+    draw, num_compared = random.Random(seed), 0
+
+    def bound() -> int | float:
+        number: int | float = draw.choice([0, 1, -1, 5, -1000, 10**9])
+        kind = draw.random()
+        if kind < 0.4:
+            return number
+        if kind < 0.7 or number == 0:
+            return number + draw.choice([0.5, -0.5, 0.1, -0.999])
+        for _ in range(draw.randint(1, 3)):
+            number = math.nextafter(number, draw.choice([-math.inf, math.inf]))
+        return number
+
+    def part() -> dict[str, int | float]:
+        return {draw.choice(BOUNDS): bound() for _ in range(draw.randint(0, 2))}
+
+    for _ in range(25):
+        schema: dict[str, Any] = {"type": "number", **part(), "allOf": [part(), part()], "anyOf": [part(), part()]}
+        bounds = [
+            number
+            for one in (schema, *schema["allOf"], *schema["anyOf"])
+            for name, number in one.items()
+            if name in BOUNDS
+        ]
+        near = {edge for number in bounds for edge in (number, number + 0.25, math.floor(number), math.ceil(number))}
+        near |= {math.nextafter(number, edge) for number in bounds for edge in (-math.inf, math.inf)}
+        texts = {format(Decimal(repr(number)), "f") for number in near if number == 0 or abs(number) > 1e-20} | {"-0"}
+        params = StructuredOutputsParams(json=schema)
+        try:
+            guidance.compile(params)
+        except RequestError as error:  # no number keeps all
+            assert "Unsatisfiable" in str(error)
+            continue
+        allowed = [text for text in texts if takes(guidance, params, text)]
+        assert [text for text in allowed if not keeps_bounds(schema, Fraction(text))] == [], schema
+        num_compared += len(allowed)
+    assert num_compared > 20
 
 
 @pytest.mark.parametrize("most", [2**32, 10**28])
