@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pelton_backends.triton.launch import Launcher, alignment
-from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, store_tile
+from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, store_tile, tile_place
 from pelton_backends.triton.runtime import num_sms
 
 if TYPE_CHECKING:
@@ -60,22 +60,13 @@ def add_block(first, second, rows, low, columns, first_scale, second_scale, IS_S
 
 
 @gluon.jit
-def _place(tile, num_row_tiles, num_column_tiles):
-    """Row and column of a tile: down the rows of a group, then on to the next column."""
-    group = tile // (_GROUP * num_column_tiles)
-    place = tile % (_GROUP * num_column_tiles)
-    size = gl.minimum(num_row_tiles - group * _GROUP, _GROUP)
-    return group * _GROUP + place % size, place // size
-
-
-@gluon.jit
 def _copy(
     x, weight, left, right, ready, free, num_row_tiles, num_column_tiles, num_steps, size, IS_GATED: gl.constexpr
 ):  # fmt: skip
     """The copying warp, as far ahead as there are buffers, and into the next tile."""
     step = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_column_tiles, gl.num_programs(0)):
-        row, column = _place(tile, num_row_tiles, num_column_tiles)
+        row, column = tile_place(tile, num_row_tiles, num_column_tiles, _GROUP)
         for k in range(num_steps):
             stage = step % _STAGES
             barrier = ready.index(stage)
@@ -102,7 +93,7 @@ def _multiply(
     dtype: gl.constexpr = out.dtype
     step = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_column_tiles, gl.num_programs(0)):
-        row, column = _place(tile, num_row_tiles, num_column_tiles)
+        row, column = tile_place(tile, num_row_tiles, num_column_tiles, _GROUP)
         row = row * _ROWS + INDEX * _GROUP_ROWS
         place = column * (_BLOCK if IS_GATED else _COLUMNS)
         other = place + size if IS_GATED else gl.minimum(place + _BLOCK, size - 1)

@@ -50,12 +50,12 @@ _STEP_BYTES = gl.constexpr((WARP_GROUPS * ROWS + COLUMNS) * STEP * 2)
 
 
 @gluon.jit
-def tile_place(tile, num_row_tiles, num_column_tiles):
+def tile_place(tile, num_row_tiles, num_column_tiles, GROUP: gl.constexpr = _GROUP):
     """Row and column of a tile: down the rows of a group, then on to the next column."""
-    group = tile // (_GROUP * num_column_tiles)
-    place = tile % (_GROUP * num_column_tiles)
-    size = gl.minimum(num_row_tiles - group * _GROUP, _GROUP)
-    return group * _GROUP + place % size, place // size
+    group = tile // (GROUP * num_column_tiles)
+    place = tile % (GROUP * num_column_tiles)
+    size = gl.minimum(num_row_tiles - group * GROUP, GROUP)
+    return group * GROUP + place % size, place // size
 
 
 @gluon.jit
