@@ -82,7 +82,7 @@ class MoeForCausalLM(LlamaForCausalLM):
 
     layer_class = MoeDecoderLayer
     warm_up_layers_of_a_kind = 2
-    """One of which reads what the other gives."""
+    """A first start goes through so many: the second reads what the first gives."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)

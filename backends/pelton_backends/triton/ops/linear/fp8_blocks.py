@@ -146,8 +146,7 @@ class Fp8BlocksAddNormLinear:
             residual, rows = add_norm(hidden, residual, tensors.norm, norm, tensors.post_norm, post_norm)
             return matrix(rows), residual
 
-        is_gated = matrix.activation is not None
-        call.takes_unsummed = not is_gated and takes_unsummed(needs)  # type: ignore[attr-defined]
+        call.takes_unsummed = matrix.activation is None and takes_unsummed(needs)  # type: ignore[attr-defined]
         return call
 
 
@@ -172,9 +171,9 @@ class Fp8BlocksMatrix:
             self.few = BlocksProduct(self.weight, self.scales, self.bias, activation, counters)
         inputs = weights.spec.inputs
         self.may_round, self.bound = inputs is not None and inputs.is_dynamic, inputs and inputs.bound
-        has_runs = weights.spec.group_rows % BLOCK == 0 and (activation is None or parts % BLOCK == 0)
+        has_whole_runs = weights.spec.group_rows % BLOCK == 0 and (activation is None or parts % BLOCK == 0)
         is_plain = self.bias is None and self.size == BLOCK_COLUMNS
-        self.takes_tiles = self.may_round and is_plain and has_runs and can_multiply_many(self.weight)
+        self.takes_tiles = self.may_round and is_plain and has_whole_runs and can_multiply_many(self.weight)
 
     def rounds(self, num_tokens: int) -> bool:
         """Return whether so many rows are rounded."""

@@ -409,9 +409,15 @@ class BoundMoe:
         num_tokens, hidden = x.shape[0], self._hidden
         stride = 1 if places is None else _APART
         if self._reader is not None and getattr(self._reader(num_tokens), "takes_unsummed", False):
-            # What it is has a tensor's place for its only reader.
             return UnsummedRows(
-                pairs, experts, places, shares, counts, num_held=self._num_held, stride=stride, is_whole=self._is_whole
+                pairs,
+                experts,
+                places,
+                shares,
+                counts,
+                num_held=self._num_held,
+                count_stride=stride,
+                is_whole=self._is_whole,
             )  # type: ignore[return-value]
         out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
         block = min(triton.next_power_of_2(hidden), 1024)

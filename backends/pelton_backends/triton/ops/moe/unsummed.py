@@ -27,16 +27,16 @@ class UnsummedRows:
     pairs    [at least T k, H]    of a two-byte dtype or float32
     experts  [T, k] int32         num_held or more: this rank has no such pair
     places   [T, k] int32         each pair's row, which `shares` [T, k] float32 weighs; None: pair p is row p, weighted
-    counts   [num_held, stride]   is zeros once they are read; int32
+    counts   [num_held, count_stride]  is zeros once they are read; int32
     """
 
     def __init__(
         self, pairs: Tensor, experts: Tensor, places: Tensor | None, shares: Tensor | None, counts: Tensor | None,
-        *, num_held: int, stride: int, is_whole: bool,
+        *, num_held: int, count_stride: int, is_whole: bool,
     ) -> None:  # fmt: skip
         """is_whole: this rank has all pairs of a token, or none of them, which is padding."""
         self.shape = torch.Size((experts.shape[0], pairs.shape[1]))
-        self.num_held, self.stride, self.is_whole = num_held, stride, is_whole
+        self.num_held, self.count_stride, self.is_whole = num_held, count_stride, is_whole
         self._tensors: tuple[Tensor | None, ...] | None = (pairs, experts, shares, places, counts)
 
     def take(self) -> tuple[Tensor | None, ...]:
@@ -127,7 +127,7 @@ def sum_add_norm(
     block, pdl = triton.next_power_of_2(size), has_pdl(out.device)
     constants = {
         "H": size, "BLOCK": block, "E": hidden.num_held, "EB": triton.next_power_of_2(hidden.num_held), "K": experts.shape[1],
-        "STRIDE": hidden.stride, "IS_WHOLE": hidden.is_whole, "UNIT_OFFSET": norm.unit_offset, "IS_SPLIT": out.shape[1] > size,
+        "STRIDE": hidden.count_stride, "IS_WHOLE": hidden.is_whole, "UNIT_OFFSET": norm.unit_offset, "IS_SPLIT": out.shape[1] > size,
         "BOUND": bound, "KEPT": kept_policy(num_tokens), "PDL": pdl,
     }  # fmt: skip
     optional = places, counts, scales, input_scale
