@@ -252,11 +252,19 @@ def test_a_dead_engine_process_is_an_error(make: Make) -> None:
     [
         pytest.param({"max_num_seq": 5}, "Did you mean 'max_num_seqs'", id="unknown"),
         pytest.param({"block_size": 0}, "block_size is 0", id="bad-value"),
+        pytest.param(
+            {"performance_mode": "fast"}, "performance_mode is .fast.; use .balanced. or .throughput.", id="bad-mode"
+        ),
     ],
 )
 def test_bad_settings_are_errors(settings: dict[str, Any], flat: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**(settings | flat))
+
+
+def test_steps_are_for_throughput_unless_told_otherwise(make: Make) -> None:
+    assert make().llm_engine.config.scheduler.performance_mode == "throughput"
+    assert make(performance_mode="balanced").llm_engine.config.scheduler.performance_mode == "balanced"
 
 
 def test_priority_decides_who_waits(make: Make) -> None:

@@ -17,6 +17,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     these are fewer."""
     max_num_seqs: int | None = None
     """Most requests that run at once; the platform's default when unset."""
+    performance_mode: str | None = None
+    """balanced, or throughput: steps of more tokens where `max_num_batched_tokens` is unset and the platform gains by it. When unset
+    throughput for `LLM`, whose caller waits for all outputs, and balanced for servers."""
     scheduling_policy: str = "fcfs"
     """fcfs, priority (lower value first), fair (who got fewest tokens), or a policy plugin's name."""
     scheduler: str = "default"
@@ -47,16 +50,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Tokens between two streamed outputs of one request."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_num_queued_reqs",
-            "max_num_queued_tokens",
-            "max_side_table_seqs",
-        ):
+        sizes = "max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs", "max_num_queued_tokens"
+        for name in (*sizes, "max_side_table_seqs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; use at least 1, or leave it unset.")
+        if self.performance_mode not in (None, "balanced", "throughput"):
+            raise ConfigError(f"performance_mode is {self.performance_mode!r}; use 'balanced' or 'throughput'.")
         for name in ("max_steps_in_flight", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1.")

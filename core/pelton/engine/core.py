@@ -473,9 +473,8 @@ def without_chunks(config: EngineConfig, model: ResolvedModel) -> EngineConfig:
     """Switch chunked prefill off for a model whose tokens see later ones: it needs each prompt whole."""
     if model.pooling is None or not model.pooling.attends_both_ways:
         return config
-    return msgspec.structs.replace(
-        config, scheduler=msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
-    )
+    scheduler = msgspec.structs.replace(config.scheduler, enable_chunked_prefill=False)
+    return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) -> EngineConfig:
@@ -483,16 +482,16 @@ def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
     from pelton.platform.select import select_platform
 
     scheduler = config.scheduler
-    max_num_seqs, max_num_batched_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-    if max_num_seqs is None or max_num_batched_tokens is None:
+    num_seqs, num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if num_seqs is None or num_tokens is None:
         platform = select_platform(config, plugins)
         scale = platform.encoder_scale if model.pooling is not None and model.pooling.attends_both_ways else 1
-        max_num_seqs = max_num_seqs or platform.default_max_num_seqs * scale
+        num_seqs = num_seqs or platform.default_max_num_seqs * scale
+        if scheduler.performance_mode == "throughput" and config.parallel.pipeline_parallel_size == 1:
+            scale *= platform.throughput_scale
         least = 0 if scheduler.enable_chunked_prefill else model.max_model_len
-        max_num_batched_tokens = max_num_batched_tokens or max(platform.default_max_num_batched_tokens * scale, least)
-    resolved = msgspec.structs.replace(
-        scheduler, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-    )
+        num_tokens = num_tokens or max(platform.default_max_num_batched_tokens * scale, least)
+    resolved = msgspec.structs.replace(scheduler, max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
     return msgspec.structs.replace(config, scheduler=resolved)
 
 
@@ -502,15 +501,12 @@ _MIXED_SHARE, _LEAST_MIXED_TOKENS = 8, 64
 def with_step_budget(config: EngineConfig, fit: StepFit | None) -> EngineConfig:
     """With `max_num_batched_tokens` lowered to what an executor has found to fit into a step, and fewer prompt tokens beside
     rows that decode, unless a setting says how many."""
-    resolved, num_mixed = config.scheduler.max_num_batched_tokens, config.scheduler.max_mixed_prefill_tokens
-    if fit is None or resolved is None:
+    scheduler = config.scheduler
+    if fit is None or scheduler.max_num_batched_tokens is None:
         return config
-    num_tokens = min(fit.num_tokens, resolved)
-    if num_mixed is None:
-        num_mixed = max(num_tokens // _MIXED_SHARE, _LEAST_MIXED_TOKENS)
-    scheduler = msgspec.structs.replace(
-        config.scheduler, max_num_batched_tokens=num_tokens, max_mixed_prefill_tokens=num_mixed
-    )
+    most, mixed = min(fit.num_tokens, scheduler.max_num_batched_tokens), scheduler.max_mixed_prefill_tokens
+    mixed = max(most // _MIXED_SHARE, _LEAST_MIXED_TOKENS) if mixed is None else mixed
+    scheduler = msgspec.structs.replace(scheduler, max_num_batched_tokens=most, max_mixed_prefill_tokens=mixed)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 

@@ -24,6 +24,8 @@ class Platform(ABC):
     default_max_num_seqs: ClassVar[int] = 256
     encoder_scale: ClassVar[int] = 1
     """What both defaults are multiplied by for models whose tokens see later ones: nobody waits for a next token of theirs."""
+    throughput_scale: ClassVar[int] = 1
+    """What the tokens of a step are multiplied by with `performance_mode="throughput"`: nobody waits for a next token."""
     target_step_s: ClassVar[float | None] = None
     """Where `max_num_batched_tokens` is not set: how long a step may last, by the speed that the worker measures at its start;
     the default is lowered for it. None: it stays."""

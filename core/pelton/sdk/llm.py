@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
-import msgspec
+from msgspec.structs import replace
 
 from pelton.config import EngineConfig
 from pelton.config.engine import explicit_names
@@ -76,6 +76,8 @@ class LLM:
         if model is not None:
             settings["model"] = model
         config, explicit = EngineConfig.from_flat(**settings), explicit_names(settings)
+        mode = config.scheduler.performance_mode or "throughput"
+        config = replace(config, scheduler=replace(config.scheduler, performance_mode=mode))
         self.llm_engine = LLMEngine(config, engine_process=engine_process, plugins=plugins, explicit=explicit)
         self._ids = itertools.count()
         logger.info("ready\n%s", start_table(self.llm_engine.info, self.llm_engine.model))
@@ -106,7 +108,7 @@ class LLM:
         params = _one_each("sampling_params", sampling_params, len(many), (SamplingParams, type(None)))
         if most is not None:
             defaults = self.get_default_sampling_params()
-            params = [msgspec.structs.replace(one or defaults, truncate_prompt_tokens=most) for one in params]
+            params = [replace(one or defaults, truncate_prompt_tokens=most) for one in params]
         priorities = _one_each("priority", priority, len(many), (int,))
         adapters = self._adapters(lora_request, len(many))
         shared = {"cache_salt": cache_salt, "kv_transfer_params": kv_transfer_params}

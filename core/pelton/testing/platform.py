@@ -41,6 +41,7 @@ class PlatformConformance:
     def test_defaults_are_usable(self, platform: Platform) -> None:
         assert platform.default_max_num_seqs >= 1
         assert platform.default_max_num_batched_tokens >= platform.default_max_num_seqs
+        assert min(platform.encoder_scale, platform.throughput_scale) >= 1
         assert platform.default_dtype in platform.supported_dtypes
         assert set(platform.supported_dtypes) <= set(DTYPE_BYTES)
         assert CUDAGraphMode.NONE in platform.supported_graph_modes

@@ -499,6 +499,26 @@ def test_steps_of_encoders_take_more_where_the_platform_says_so(plugins, monkeyp
     assert sizes(attends_both_ways=False) == (7, 99)
 
 
+def test_steps_take_more_where_nobody_waits_for_a_token_and_the_platform_gains_by_it(plugins, monkeypatch):
+    class Platform:
+        default_max_num_seqs = 7
+        default_max_num_batched_tokens = 99
+        encoder_scale = 2
+        throughput_scale = 3
+
+    monkeypatch.setattr("pelton.platform.select.select_platform", lambda config, plugins: Platform())
+
+    def sizes(**settings):
+        config = EngineConfig.from_flat(**settings)
+        found = core_module.resolve_sizes(config, fake_resolved_model(), plugins).scheduler
+        return found.max_num_seqs, found.max_num_batched_tokens
+
+    assert sizes() == sizes(performance_mode="balanced") == (7, 99)
+    assert sizes(performance_mode="throughput") == (7, 297)
+    assert sizes(performance_mode="throughput", max_num_batched_tokens=50) == (7, 50)
+    assert sizes(performance_mode="throughput", pipeline_parallel_size=2) == (7, 99)  # stages take turns at steps
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
