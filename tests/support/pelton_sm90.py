@@ -562,6 +562,7 @@ def hopper_experts(dtype: str) -> None:
     rounded = {"inputs": InputRounding(dtype="float8_e4m3fn")}
     cases = (
         ({"weight_format": "plain"}, 128),
+        ({"weight_format": "mxfp4", "has_bias": True, "activation": "swiglu_oai", "limit": 7.0}, 128),
         (rows, 128),
         (blocks, 256),
         (rows | rounded, 128),

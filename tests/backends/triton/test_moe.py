@@ -16,7 +16,7 @@ from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, Moe, MoeNeeds, Mo
 from pelton.ops.selector import reasons_against
 from pelton_backends.reference.composed_moe import ComposedAddNormMoe
 from pelton_backends.reference.moe import ReferenceMoe
-from pelton_backends.triton.ops.moe import hopper, hopper_int4, hopper_mxfp4, streamed
+from pelton_backends.triton.ops.moe import experts, hopper, hopper_int4, hopper_mxfp4, streamed
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
 from pelton_backends.triton.ops.moe.split import SplitRows
@@ -170,6 +170,16 @@ def test_bfloat16_stays_near(num_tokens: int, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", ["plain", "mxfp4"])
+@pytest.mark.parametrize("num_tokens", [600, 1500])
+def test_many_tokens_have_biases_and_a_limit(weight_format: str, num_tokens: int, device: torch.device) -> None:
+    routing, form = RoutingSpec(num_experts=16, top_k=4), {**OF_GPT_OSS, "weight_format": weight_format}
+    made = moe_case(device, routing, num_tokens, torch.bfloat16, sizes=(320, 192), **form)
+    assert TritonMoe.bind(*made[:2])._is_sorted  # type: ignore[attr-defined]
+    check_moe(TritonMoe, *made, tolerance=0.06)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(192, 40), (192, 136)], ids=str)
 def test_rows_of_many_tokens_are_gathered(sizes: tuple[int, int], device: torch.device) -> None:
     made = moe_case(device, RoutingSpec(num_experts=16, top_k=4), 1500, torch.bfloat16, sizes=sizes)
@@ -185,8 +195,14 @@ def test_layers_that_differ_in_their_experts_alone_do_not_share_kernels(device: 
         check_moe(TritonMoe, *moe_case(device, routing, 40), tolerance=1e-4)
 
 
+OF_GPT_OSS: dict[str, Any] = {"has_bias": True, "activation": "swiglu_oai", "limit": 0.5}
+
+
+@pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["silu", "gpt-oss"])
 @pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "input"])
-def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_are_sorted_by_expert(
+    name: str, form: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With torch in place of the product, which is for Hopper alone."""
 
     def multiply(
@@ -197,6 +213,8 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
         num_tiles: torch.Tensor,
         activation: str | None = None,
         source: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        limit: float | None = None,
     ) -> torch.Tensor:
         if source is not None:  # what is not written may be any number
             is_pair = torch.arange(source.shape[0], device=x.device) % hopper.ROWS < tile_rows.repeat_interleave(
@@ -207,12 +225,17 @@ def test_many_tokens_are_sorted_by_expert(name: str, device: torch.device, monke
         out = []
         for tile in range(int(num_tiles)):
             rows = x[tile * hopper.ROWS : (tile + 1) * hopper.ROWS] @ weight[experts[tile]].T
+            rows += 0 if bias is None else bias[experts[tile]]
             rows[max(int(tile_rows[tile]), 0) :] = torch.nan  # what no pair has may be left out
             gate, up = rows.chunk(2, dim=-1)
-            out.append(rows if activation is None else torch.nn.functional.silu(gate) * up)
+            if activation == "swiglu_oai":
+                gate, up = gate.clamp(max=limit), up.clamp(-(limit or 0), limit)
+                out.append(gate * torch.sigmoid(1.702 * gate) * (up + 1))
+            else:
+                out.append(rows if activation is None else torch.nn.functional.silu(gate) * up)
         return torch.cat([*out, out[0].new_full((x.shape[0] - len(out) * hopper.ROWS, out[0].shape[1]), torch.nan)])
 
-    needs, tensors, x, slots = moe_case(device, ROUTINGS[name], 40)
+    needs, tensors, x, slots = moe_case(device, ROUTINGS[name], 40, **form)
 
     class Sorted(TritonMoe):
         @staticmethod
@@ -708,7 +731,7 @@ FORMS_OF_HOPPER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_tokens, is_taken", [(40, True), (3, True), (1, False)])
+@pytest.mark.parametrize("num_tokens, is_taken", [(40, True), (3, True), (1, False), (600, True), (2049, False)])
 @pytest.mark.parametrize("name", FORMS_OF_HOPPER)
 def test_products_of_some_tokens_in_four_bits_on_hopper(
     name: str, num_tokens: int, is_taken: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -748,12 +771,12 @@ def test_products_of_some_tokens_in_four_bits_on_hopper(
         def bind(needs: MoeNeeds, tensors: MoeTensors) -> Moe:
             op = TritonMoe.bind(needs, tensors)
             setattr(op, f"_is_{name}", True)
+            op._bands = experts.BANDS_IN_REGISTERS  # type: ignore[attr-defined]
             return op
 
     check_moe(Decoded, *case, tolerance=2e-2)
-    assert calls == (
-        [(32, "swiglu_oai", 0.5), (32, None, None)] if is_taken else []
-    )  # of 12 experts 64 tokens have 16 pairs on average
+    most_pairs = 32 if num_tokens <= 64 else 128  # of 12 experts 64 tokens have 16 pairs on average
+    assert calls == ([(most_pairs, "swiglu_oai", 0.5), (most_pairs, None, None)] if is_taken else [])
 
 
 def test_sizes_that_are_decoded_where_they_are_multiplied() -> None:
@@ -813,7 +836,7 @@ def decode_mxfp4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [9, 40, 128, 250, 500])
+@pytest.mark.parametrize("num_tokens", [9, 40, 128, 250, 500, 1000, 2048, 2049])
 @pytest.mark.parametrize("sizes", [(2880, 2880), (320, 576), (704, 1088)], ids=str)
 @pytest.mark.parametrize("form", [{"activation": "swiglu_oai", "limit": 7.0, "has_bias": True}, {}], ids=str)
 def test_experts_in_mxfp4_stay_near(
@@ -887,7 +910,7 @@ def test_products_in_int4_are_those_of_float64(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [2, 9, 128, 500])
+@pytest.mark.parametrize("num_tokens", [2, 9, 128, 500, 1000, 2048, 2049])
 @pytest.mark.parametrize("sizes, group_size", [((2048, 768), 128), ((2880, 1440), 32)], ids=str)
 def test_experts_in_int4_stay_near(
     sizes: tuple[int, int], group_size: int, num_tokens: int, device: torch.device

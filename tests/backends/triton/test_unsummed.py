@@ -49,7 +49,7 @@ TAKES = SimpleNamespace(takes_unsummed=True)
 
 def multiplied(
     x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, tile_rows: torch.Tensor, num_tiles: torch.Tensor,
-    activation: str | None = None, source: torch.Tensor | None = None,
+    activation: str | None = None, source: torch.Tensor | None = None, bias: None = None, limit: None = None,
 ) -> torch.Tensor:  # fmt: skip
     """In place of the product for Hopper."""
     rows = x if source is None else x[source.clamp(0, len(x) - 1)]

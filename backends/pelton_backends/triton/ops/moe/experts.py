@@ -35,6 +35,9 @@ FEW_PAIRS = 32  # up to here by output rows
 FEW_LOGITS = 8  # tokens whose router's product is ours: a kernel of cuBLAS lets none start ahead
 BANDS = (64, 128, 256, 512)
 """Tokens up to which tiles are equally large: warm-up has a step in each band. More tokens are sorted, where the device can."""
+BANDS_IN_REGISTERS = (*BANDS, 1024, 2048)
+"""The same of weights that are decoded in registers. As measured on an H200, gpt-oss-20b's in mxfp4 and Qwen3-30B-A3B's in integers of
+four bits, us a layer, 1,024 tokens 728 and 295, sorted 1,207 and 757; 2,048 tokens 1,272 and 512, sorted 1,452 and 829."""
 INTEGERS = ("int4_grouped", "int8_grouped", "int4_minima", "int8_minima")
 TABLES = ("nf4", "fp4")
 FORMATS = ("plain", "e4m3", "mxfp4", *INTEGERS, *TABLES)
@@ -172,12 +175,12 @@ class BoundMoe:
         self._counts_apart = torch.zeros((self._num_held, _APART), dtype=torch.int32, device=device)
         self._is_sorted = (
             is_hopper(device) and needs.dtype in ("bfloat16", "float16") and not routing.scales_input
-            and not experts.has_bias and experts.activation in ACTIVATIONS
+            and experts.activation in (*ACTIVATIONS, "swiglu_oai")
             and experts.hidden_size % hopper.STEP == experts.intermediate_size % 8 == 0
             and (not self._is_plain or alignment(*tensors.experts.values()) == 0)
         )  # fmt: skip
         self._splits_rows = (
-            self._is_sorted and experts.weight_format == "e4m3"
+            self._is_sorted and experts.weight_format == "e4m3" and not experts.has_bias and experts.activation in ACTIVATIONS
             and (experts.group_size is None or hopper.takes_blocks(experts.group_size, experts.group_rows))
             and hopper.can_split(experts.hidden_size, experts.intermediate_size) and alignment(*tensors.experts.values()) == 0
         )  # fmt: skip
@@ -204,6 +207,7 @@ class BoundMoe:
             and not experts.has_bias  # others were not run on a device
             and hopper_int4.can_multiply(experts.hidden_size, experts.intermediate_size, experts.group_size)
         )
+        self._bands = BANDS_IN_REGISTERS if self._is_mxfp4 or self._is_int4 else BANDS
 
     def read_by(self, reader: Callable[[int], Callable[..., Any] | None] | None) -> None:
         """See `Moe`: a reader with an attribute `takes_unsummed = True` is given `UnsummedRows` where sums are a kernel of their own."""
@@ -214,7 +218,8 @@ class BoundMoe:
         if num_tokens == 0:
             return torch.empty_like(x)
         x = inner_contiguous(x)
-        if num_tokens > BANDS[-1] and self._is_sorted and 2 * num_tokens * x.stride(0) < 2**31:
+        unsorted = self._bands if _is_copied_fast(x) else BANDS
+        if num_tokens > unsorted[-1] and self._is_sorted and 2 * num_tokens * x.stride(0) < 2**31:
             x = x if _is_copied_fast(x) else x.clone(memory_format=torch.contiguous_format)
             return self._sorted(x, slot_mapping)
         return self.routed(x, slot_mapping, self._logits(x))
@@ -345,7 +350,7 @@ class BoundMoe:
             second = weights["down"], weights.get("down_scale"), shares
             streamed.experts_product(x, *first, inner, *chosen, self._top_k, tilings[0], activation)
             streamed.experts_product(inner, *second, pairs, *chosen, 1, tilings[1])
-        elif (self._is_mxfp4 or self._is_int4) and is_copied_fast and num_tokens <= BANDS[-1]:
+        elif (self._is_mxfp4 or self._is_int4) and is_copied_fast and num_tokens <= self._bands[-1]:
             gated = activation, self._activation["LIMIT"]
             if self._is_mxfp4:
                 multiply, rows = hopper_mxfp4.experts_product, hopper_mxfp4.reordered(x)
@@ -462,8 +467,12 @@ class BoundMoe:
             inner_rows = split(inner, num_tiles, rows, is_rounded=is_rounded)
             pairs = hopper.experts_matmul(inner_rows, weights["down"], *tiles, weight_scale=second)
         else:
-            inner = hopper.experts_matmul(x, self._decoded("gate_up", x), *tiles, activation, source)
-            pairs = hopper.experts_matmul(inner, self._decoded("down", x), *tiles)
+            limit = self._activation["LIMIT"]
+            first_bias, second_bias = self._weights.get("gate_up_bias"), self._weights.get("down_bias")
+            inner = hopper.experts_matmul(
+                x, self._decoded("gate_up", x), *tiles, activation, source, bias=first_bias, limit=limit
+            )
+            pairs = hopper.experts_matmul(inner, self._decoded("down", x), *tiles, bias=second_bias)
         return self._combined(x, pairs, experts, places, shares, counts)
 
     def _decoded(self, name: str, like: Tensor) -> Tensor:
@@ -514,5 +523,5 @@ class BoundMoe:
 
         Experts get unequal shares, and a second tile reads the weights again: with Qwen3-30B-A3B's on an H200, 256 tokens take 428 us in
         tiles of 16 rows and 327 in tiles of 32; 128 tokens 301 and 319; 512 tokens 472 in tiles of 32 and 344 in tiles of 64."""
-        last = next((band for band in BANDS if num_tokens <= band), 8 * BANDS[-1])
+        last = next((band for band in self._bands if num_tokens <= band), 8 * BANDS[-1])
         return min(max(triton.next_power_of_2(2 * last * self._top_k // self._num_experts), 16), 128)

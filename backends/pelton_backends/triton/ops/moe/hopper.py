@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from pelton_backends.triton.launch import Launcher
 from pelton_backends.triton.ops.linear.hopper_many_blocks import add_block
 from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, scaled_half, store_tile
+from pelton_backends.triton.ops.moe.kernels import gated
 from pelton_backends.triton.ops.moe.split import SplitRows
 from pelton_backends.triton.runtime import num_sms
 
@@ -128,12 +129,20 @@ def _of_rows(inverse, source, tile_rows, tile, INDEX: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
+def _biased_half(half, bias, column, end):
+    """Return numbers of 128 columns from `column` on, and their biases."""
+    columns = column + gl.arange(0, _HALF, gl.SliceLayout(0, half.type.layout))
+    return half + gl.load(bias + gl.minimum(columns, end - 1)).to(gl.float32)[None, :]
+
+
+@gluon.jit
 def _multiply(
     INDEX: gl.constexpr,
     out,
     source,
     inverse,
     weight_scale,
+    bias,
     tile_expert,
     tile_rows,
     left,
@@ -149,6 +158,7 @@ def _multiply(
     weight_rows,
     BLOCKS: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    LIMIT: gl.constexpr,
 ):
     """A warp group: its 64 rows of every tile, unless no pair has one of them.
 
@@ -229,9 +239,19 @@ def _multiply(
                         second = scaled_half(second, scales, of_rows, place + _HALF, size)
                     else:
                         second = scaled_half(second, scales + size, of_rows, place, size)
+            if bias is not None:
+                biases = bias + gl.load(tile_expert + tile // num_columns) * weight_rows
+                if ACTIVATION is None:
+                    first = _biased_half(first, biases, column * _COLUMNS, size)
+                    second = _biased_half(second, biases, column * _COLUMNS + _HALF, size)
+                else:
+                    first = _biased_half(first, biases, column * _HALF, size)
+                    second = _biased_half(second, biases + size, column * _HALF, size)
             if ACTIVATION is None:
                 store_tile(out, buffer, first.to(dtype), row, column * _COLUMNS)
                 store_tile(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
+            elif ACTIVATION == "swiglu_oai":
+                store_tile(out, buffer, gated(first, second, LIMIT, ACTIVATION, dtype), row, column * _HALF)
             else:
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
                 store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
@@ -245,6 +265,7 @@ def experts_matmul_kernel(
     inverse,
     weight,
     weight_scale,
+    bias,
     out,
     tile_expert,
     tile_rows,
@@ -256,6 +277,7 @@ def experts_matmul_kernel(
     IS_SPLIT: gl.constexpr,
     BLOCKS: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    LIMIT: gl.constexpr,
 ):
     """Persistent: programs take tiles in turn, columns first. `size` columns of the result, `weight_rows` of the weight an expert."""
     IS_GATHERED: gl.constexpr = source is not None
@@ -286,12 +308,12 @@ def experts_matmul_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    gl.constexpr(0), out, source, inverse, weight_scale, tile_expert, tile_rows, left, low, right, buffers.index(0),
-                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION,
+                    gl.constexpr(0), out, source, inverse, weight_scale, bias, tile_expert, tile_rows, left, low, right, buffers.index(0),
+                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION, LIMIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(1), out, source, inverse, weight_scale, tile_expert, tile_rows, left, low, right, buffers.index(1),
-                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION,
+                    gl.constexpr(1), out, source, inverse, weight_scale, bias, tile_expert, tile_rows, left, low, right, buffers.index(1),
+                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION, LIMIT,
                 )),
                 (_gather, (
                     x, x_stride, source, weight, tile_expert, tile_rows, left, low, right, ready, free, num_tiles, num_columns,
@@ -305,12 +327,12 @@ def experts_matmul_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    gl.constexpr(0), out, source, inverse, weight_scale, tile_expert, tile_rows, left, low, right, buffers.index(0),
-                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION,
+                    gl.constexpr(0), out, source, inverse, weight_scale, bias, tile_expert, tile_rows, left, low, right, buffers.index(0),
+                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION, LIMIT,
                 )),
                 (_multiply, (
-                    gl.constexpr(1), out, source, inverse, weight_scale, tile_expert, tile_rows, left, low, right, buffers.index(1),
-                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION,
+                    gl.constexpr(1), out, source, inverse, weight_scale, bias, tile_expert, tile_rows, left, low, right, buffers.index(1),
+                    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, BLOCKS, ACTIVATION, LIMIT,
                 )),
                 (_copy, (
                     x, weight, tile_expert, left, low, right, ready, free, num_tiles, num_columns, num_steps, size, weight_rows,
@@ -337,9 +359,11 @@ def can_split(hidden_size: int, size: int) -> bool:
 
 def experts_matmul(
     x: Tensor | SplitRows, weight: Tensor, tile_expert: Tensor, tile_rows: Tensor, num_tiles: Tensor, activation: str | None = None,
-    source: Tensor | None = None, weight_scale: Tensor | None = None,
+    source: Tensor | None = None, weight_scale: Tensor | None = None, bias: Tensor | None = None, limit: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Each tile of ROWS rows of x by its expert's weight: x @ weight[e].T, or activation(x @ gate.T) * (x @ up.T).
+
+    Each product has its expert's bias added; "swiglu_oai", clamped to `limit`, is as `pelton.ops.moe.ExpertsSpec` says.
 
     x            [P, K]     fp16 or bf16, P a multiple of ROWS, contiguous; rows of no pair may hold anything
     source       [P] int32  with an activation: row p of the product's input is x[source[p]], for x [T, K] with rows at multiples of 16
@@ -347,6 +371,7 @@ def experts_matmul(
     weight       [E, N, K]  dtype of x, contiguous, K and N multiples of 8; with an activation gate's rows, then up's, N = 2 I. Or
                  float8_e4m3fn, for x of the same rows as `SplitRows`, rounded or not, and K a multiple of 128; weight_scale [E, N, 1]
                  float32 then, or [E, N, K / 128], the same for each 128 rows (of gate, of up)
+    bias         [E, N] or None
     tile_expert  [P / ROWS] int32, tile_rows as many: how many rows from a tile's first on are pairs', or more than ROWS; halves
                  without any are not computed. num_tiles [1] int32: how many tiles there are; the others are not computed
     -> [P, N] or [P, I]
@@ -365,15 +390,16 @@ def experts_matmul(
     lines, tile = gl.NVMMASharedLayout(128, 8 * weight.element_size(), rank=2), gl.NVMMASharedLayout(128, 16, rank=2)
     flat = weight.view(num_experts * weight_rows, in_features)
     _launch(
-        (x.dtype, weight.dtype, rows.device, activation, source is None, rows.stride(0) % 16 == 0, is_split, num_blocks),
+        (x.dtype, weight.dtype, bias is None or bias.dtype, rows.device, activation, limit, source is None, rows.stride(0) % 16 == 0,
+         is_split, num_blocks),
         (min(tiles, num_sms(rows.device)),),
         (
             TensorDescriptor.from_tensor(rows, [ROWS, step], lines) if source is None else rows, source, inverse,
-            TensorDescriptor.from_tensor(flat, [columns, step], lines), weight_scale,
+            TensorDescriptor.from_tensor(flat, [columns, step], lines), weight_scale, bias,
             TensorDescriptor.from_tensor(out, [GROUP_ROWS, COLUMNS // 2], tile),
             tile_expert, tile_rows, num_tiles, rows.stride(0), size, in_features, weight_rows,
         ),
-        {"IS_SPLIT": is_split, "BLOCKS": num_blocks, "ACTIVATION": activation},
+        {"IS_SPLIT": is_split, "BLOCKS": num_blocks, "ACTIVATION": activation, "LIMIT": limit},
         num_warps=4,
     )  # fmt: skip
     return out
