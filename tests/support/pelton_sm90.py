@@ -554,7 +554,7 @@ def experts(dtype: str, weight_format: str) -> None:
 
 
 def hopper_experts(dtype: str) -> None:
-    """Experts of two bytes and in e4m3 of many tokens on a Hopper device; rows are sums of two numbers, then rounded."""
+    """Experts of two bytes and in e4m3 of many tokens on a Hopper device; rows are sums of two numbers, then rounded. At last gpt-oss's."""
     moe.is_hopper = moe.has_pdl = split.has_pdl = lambda device: True
     routing = RoutingSpec(num_experts=8, top_k=2)
     rows: dict[str, Any] = {"weight_format": "e4m3"}
@@ -562,11 +562,11 @@ def hopper_experts(dtype: str) -> None:
     rounded = {"inputs": InputRounding(dtype="float8_e4m3fn")}
     cases = (
         ({"weight_format": "plain"}, 128),
-        ({"weight_format": "mxfp4", "has_bias": True, "activation": "swiglu_oai", "limit": 7.0}, 128),
         (rows, 128),
         (blocks, 256),
         (rows | rounded, 128),
         (blocks | rounded, 256),
+        ({"weight_format": "mxfp4", "has_bias": True, "activation": "swiglu_oai", "limit": 7.0}, 128),
     )
     for form, size in cases:
         made = moe_case(torch.device("cpu"), routing, 600, getattr(torch, dtype), sizes=(256, size), **form)
