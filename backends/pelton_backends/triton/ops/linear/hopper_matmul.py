@@ -93,14 +93,19 @@ def fetch_step(x, weight, left, right, barrier, stage, row, column, k, size, IS_
 
 
 @gluon.jit
+def sigmoid(x):
+    """From the approximate exponential and reciprocal: for what is rounded to 16 bits."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
+        "rcp.approx.ftz.f32 $0, t; }", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def activated_tile(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
-    """As `pieces.activated`; silu's sigmoid, which is rounded to 16 bits, from the approximate exponential and reciprocal."""
+    """As `pieces.activated`."""
     if ACTIVATION == "silu":
-        sigmoid = gl.inline_asm_elementwise(
-            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
-            "rcp.approx.ftz.f32 $0, t; }", "=f,f", [gate], dtype=gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        result = ((gate * sigmoid).to(dtype).to(gl.float32) * up).to(dtype)
+        result = ((gate * sigmoid(gate)).to(dtype).to(gl.float32) * up).to(dtype)
     else:
         result = activated(gate, up, ACTIVATION, dtype)
     return result

@@ -27,8 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pelton_backends.triton.launch import Launcher
 from pelton_backends.triton.ops.linear.hopper_many_blocks import add_block
-from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, scaled_half, store_tile
-from pelton_backends.triton.ops.moe.kernels import gated
+from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, scaled_half, sigmoid, store_tile
 from pelton_backends.triton.ops.moe.split import SplitRows
 from pelton_backends.triton.runtime import num_sms
 
@@ -133,6 +132,15 @@ def _biased_half(half, bias, column, end):
     """Return numbers of 128 columns from `column` on, and their biases."""
     columns = column + gl.arange(0, _HALF, gl.SliceLayout(0, half.type.layout))
     return half + gl.load(bias + gl.minimum(columns, end - 1)).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _clamped_tile(gate, up, LIMIT: gl.constexpr, dtype: gl.constexpr):
+    """swiglu_oai, as `kernels.gated`."""
+    if LIMIT is not None:
+        gate = gl.minimum(gate, LIMIT)
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+    return (gate * sigmoid(1.702 * gate) * (up + 1.0)).to(dtype)
 
 
 @gluon.jit
@@ -251,7 +259,7 @@ def _multiply(
                 store_tile(out, buffer, first.to(dtype), row, column * _COLUMNS)
                 store_tile(out, buffer, second.to(dtype), row, column * _COLUMNS + _HALF)
             elif ACTIVATION == "swiglu_oai":
-                store_tile(out, buffer, gated(first, second, LIMIT, ACTIVATION, dtype), row, column * _HALF)
+                store_tile(out, buffer, _clamped_tile(first, second, LIMIT, dtype), row, column * _HALF)
             else:
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
                 store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)

@@ -20,8 +20,8 @@ from pelton_backends.triton.runtime import INTERPRETED, dot, let_next_start, wai
 
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
-MX_BLOCK = 32  # numbers with one scale
-MX_BYTES: tl.constexpr = tl.constexpr(MX_BLOCK // 2)
+MX_BLOCK: tl.constexpr = tl.constexpr(32)  # numbers with one scale
+MX_BYTES: tl.constexpr = tl.constexpr(16)
 _TO_ONE: tl.constexpr = tl.constexpr(2.0**126)
 
 
@@ -563,37 +563,39 @@ def decode_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)  # for the memory it writes
     for k in range(0, WIDTH, BLOCK):
-        target = out_ptr + rows[:, None] * WIDTH + k
-        if FORMAT == "mxfp4":
-            lane = tl.arange(0, BLOCK // 2)
-            column = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES
-            mask = (k + column < WIDTH)[None, :]
-            packed = tl.load(weight_ptr + rows[:, None] * (WIDTH // 2) + k // 2 + lane[None, :], mask=mask, other=0)
-            group = (k + column)[None, :] // (2 * MX_BYTES)
-            scale = power(tl.load(scale_ptr + rows[:, None] * (WIDTH // (2 * MX_BYTES)) + group, mask=mask, other=0))
-            dtype = out_ptr.dtype.element_ty
-            first, second = e2m1_pair(packed)
-            tl.store(target + column[None, :], (first * scale).to(dtype), mask=mask)
-            tl.store(target + MX_BYTES + column[None, :], (second * scale).to(dtype), mask=mask)
-        elif FORMAT != "e4m3":
+        if FORMAT != "e4m3":  # blocks of 32 numbers, which have one scale
             IS_INT4: tl.constexpr = FORMAT != "int8_grouped" and FORMAT != "int8_minima"
             PER_BYTE: tl.constexpr = 2 if IS_INT4 else 1
-            lane = tl.arange(0, BLOCK // PER_BYTE)
-            column = lane // MX_BYTES * (2 * MX_BYTES) + lane % MX_BYTES if IS_INT4 else lane
-            mask = (k + column < WIDTH)[None, :]
-            places = rows[:, None] * (WIDTH // PER_BYTE) + k // PER_BYTE + lane[None, :]
-            packed = tl.load(weight_ptr + places, mask=mask, other=0)
-            group = ((k + column) // G if G else column * 0)[None, :]
-            word = tl.load(scale_ptr + rows[:, None] * (WIDTH // G if G else 1) + group, mask=mask, other=0)
-            scale, minimum = scale_and_minimum(word, FORMAT)
-            dtype = out_ptr.dtype.element_ty
-            if IS_INT4:
-                first, second = number_pair(packed, FORMAT)
-                tl.store(target + column[None, :], (first * scale + minimum).to(dtype), mask=mask)
-                tl.store(target + MX_BYTES + column[None, :], (second * scale + minimum).to(dtype), mask=mask)
+            starts = k + tl.arange(0, BLOCK // MX_BLOCK) * MX_BLOCK
+            is_block = (starts < WIDTH)[None, :]
+            byte, number = tl.arange(0, MX_BLOCK // PER_BYTE), tl.arange(0, MX_BLOCK)
+            places = rows[:, None] * (WIDTH // PER_BYTE) + (starts // PER_BYTE)[None, :]
+            is_byte = (starts[:, None] + byte[None, :] < WIDTH)[None, :, :]
+            packed = tl.load(weight_ptr + places[:, :, None] + byte[None, None, :], mask=is_byte, other=0)
+            if FORMAT == "mxfp4":
+                exponents = scale_ptr + rows[:, None] * (WIDTH // MX_BLOCK) + (starts // MX_BLOCK)[None, :]
+                scale = power(tl.load(exponents, mask=is_block, other=0))
+                first, second = e2m1_pair(packed)
             else:
-                tl.store(target + column[None, :], (codes_of(packed) * scale + minimum).to(dtype), mask=mask)
+                words = (
+                    scale_ptr + rows[:, None] * (WIDTH // G if G else 1) + (starts // G if G else starts * 0)[None, :]
+                )
+                scale, minimum = scale_and_minimum(tl.load(words, mask=is_block, other=0), FORMAT)
+                if IS_INT4:
+                    first, second = number_pair(packed, FORMAT)
+            if IS_INT4:  # number b of a block lies below number 16 + b
+                numbers = tl.permute(tl.join(first, second), (0, 1, 3, 2))
+                numbers = tl.reshape(numbers, (R, BLOCK // MX_BLOCK, MX_BLOCK))
+            else:
+                numbers = codes_of(packed)
+            numbers *= scale[:, :, None]
+            if FORMAT != "mxfp4":
+                numbers += minimum[:, :, None]
+            target = out_ptr + (rows[:, None] * WIDTH + starts[None, :])[:, :, None] + number[None, None, :]
+            is_number = (starts[:, None] + number[None, :] < WIDTH)[None, :, :]
+            tl.store(target, numbers.to(out_ptr.dtype.element_ty), mask=is_number)
         else:
+            target = out_ptr + rows[:, None] * WIDTH + k
             GROUPS: tl.constexpr = (WIDTH + G - 1) // G if G else 1
             column = tl.arange(0, BLOCK)
             mask = (k + column < WIDTH)[None, :]
