@@ -10,6 +10,7 @@ import pytest
 
 from pelton.errors import ConfigError
 from pelton.testing.models import make_tiny_checkpoint
+from pelton_plugins.server import batch
 from pelton_plugins.server.batch import open_output, read_lines
 
 pytestmark = pytest.mark.usefixtures("script_forks")
@@ -78,3 +79,17 @@ def test_another_file_is_not_overwritten(tmp_path):
     with pytest.raises(ConfigError, match="something other than answers"):
         open_output(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "dear diary\n"
+
+
+@pytest.mark.parametrize("flags, mode", [([], "throughput"), (["--performance-mode", "balanced"], "balanced")])
+def test_steps_are_for_throughput_unless_told_otherwise(checkpoint, tmp_path, monkeypatch, flags, mode):
+    async def answered(config, server_config, engine_config, explicit, lines):
+        modes.append(engine_config.scheduler.performance_mode)
+        return 0
+
+    modes: list[str] = []
+    monkeypatch.setattr(batch, "_run", answered)
+    requests = tmp_path / "in.jsonl"
+    requests.write_text(line("r0", prompt=[5]))
+    assert batch.run([str(checkpoint), "-i", str(requests), "-o", str(tmp_path / "out.jsonl"), *flags]) == 0
+    assert modes == [mode]

@@ -19,7 +19,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Most requests that run at once; the platform's default when unset."""
     performance_mode: str | None = None
     """balanced, or throughput: steps of more tokens where `max_num_batched_tokens` is unset and the platform gains by it. When unset
-    throughput for `LLM`, whose caller waits for all outputs, and balanced for servers."""
+    throughput for `LLM` and `pelton run-batch`, whose callers wait for all outputs, and balanced for servers."""
     scheduling_policy: str = "fcfs"
     """fcfs, priority (lower value first), fair (who got fewest tokens), or a policy plugin's name."""
     scheduler: str = "default"

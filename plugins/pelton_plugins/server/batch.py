@@ -65,7 +65,8 @@ def run(argv: list[str]) -> int:
                 raise ConfigError(f"{name} is missing; give --{name.replace('_', '-')} FILE.")
         setup(parsed.config.observability.log_level)
         lines = read_lines(Path(config.input_file))
-        return asyncio.run(_run(config, parsed.structs["ServerConfig"], parsed.config, parsed.explicit, lines))
+        engine_config = _for_throughput(parsed.config)
+        return asyncio.run(_run(config, parsed.structs["ServerConfig"], engine_config, parsed.explicit, lines))
     except PeltonError as error:
         print(f"pelton run-batch: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -131,6 +132,13 @@ def open_output(path: Path) -> tuple[IO[bytes], set[str], int]:
     except OSError as error:
         raise ConfigError(f"output_file {path} cannot be written: {error.strerror}.") from None
     return file, done, num_errors
+
+
+def _for_throughput(config: EngineConfig) -> EngineConfig:
+    """Nobody reads the answers before all are there."""
+    mode = config.scheduler.performance_mode or "throughput"
+    scheduler = msgspec.structs.replace(config.scheduler, performance_mode=mode)
+    return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 async def _run(
