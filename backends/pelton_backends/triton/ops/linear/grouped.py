@@ -27,6 +27,8 @@ from pelton.ops.interface import (
     LinearWeights,
 )
 from pelton.platform.compiling import launch
+from pelton_backends.triton.launch import alignment
+from pelton_backends.triton.ops.linear import hopper_grouped
 from pelton_backends.triton.ops.linear.decoded import multiply_decoded
 from pelton_backends.triton.ops.linear.gemv import HANDLES, inner_contiguous
 from pelton_backends.triton.ops.linear.grouped_kernels import (
@@ -134,6 +136,13 @@ class GroupedMatrix:
         pdl = has_pdl(self.codes.device)
         self.launch_flags = {"PDL": pdl, **launch_options(pdl)}
         self.near: Tensor | None = None
+        self.on_hopper: hopper_grouped.GroupedProduct | None = None
+        if spec.weight_format == "int4_grouped" and hopper_grouped.can_multiply(
+            self.codes, self.scales, spec.in_features
+        ):
+            self.on_hopper = hopper_grouped.GroupedProduct(
+                self.codes, self.scales, self.bias, activation, self.counters
+            )
         self.row_tile = choose_row_tile(spec.out_features, spec.in_features, self.form["B"], self.programs, has_norm)
 
     def read_next(self, tensors: Mapping[str, Tensor]) -> None:
@@ -175,6 +184,8 @@ class GroupedMatrix:
         if num_tokens > MAX_TOKENS:
             out = multiply_decoded(x, self.dequantized, self.out_features, self.bias, self.activation)
             return out.to(out_dtype)
+        if self.on_hopper is not None and tiling is None and x.stride(0) % 16 == 0 and alignment(x) == 0:
+            return self.on_hopper(x, out_dtype)
         tiling = tiling or choose_tiling(num_tokens, self.out_features, self.in_features, self.programs)
         num_tiles = triton.cdiv(self.num_columns, tiling.rows // (1 if self.activation is None else 2))
         num_blocks = triton.cdiv(num_tokens, tiling.tokens)
