@@ -110,9 +110,31 @@ def _of_rows(INDEX: gl.constexpr, inverse, source, tile_rows, tile_row, LAYOUT: 
 
 
 @gluon.jit
+def _put_scales(buffer, weight_scale, weight_row, column, size, IS_GATED: gl.constexpr):
+    """Put the scales of a tile's 256 rows of the weight into shared memory: registers have no room for as many addresses."""
+    columns = gl.arange(0, _HALF, gl.BlockedLayout([1], [32], [4], [0]))
+    if IS_GATED:
+        first = gl.minimum(column * _HALF + columns, size - 1)
+        second = first + size
+    else:
+        first = gl.minimum(column * _COLUMNS + columns, size - 1)
+        second = gl.minimum(column * _COLUMNS + _HALF + columns, size - 1)
+    buffer.slice(0, _HALF).store(gl.load(weight_scale + weight_row + first))
+    buffer.slice(_HALF, _HALF).store(gl.load(weight_scale + weight_row + second))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _scaled(half, scales, of_rows):
+    """Return sums of 128 columns, times the scales of the weight's rows, in shared memory, and those of the rows."""
+    of_columns = scales.load(gl.SliceLayout(0, half.type.layout))
+    return half * of_columns[None, :] * of_rows[:, None]
+
+
+@gluon.jit
 def _multiply(
-    INDEX: gl.constexpr, x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right, buffer, landed,
-    ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION: gl.constexpr,
+    INDEX: gl.constexpr, x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right, buffer, scales,
+    landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of every tile, unless no pair has one of them. It fetches two steps ahead, and into the next tile."""
     IS_GATHERED: gl.constexpr = source is not None
@@ -192,14 +214,10 @@ def _multiply(
             row = tile_row * _ROWS + INDEX * _GROUP_ROWS
             first, second = gl.split(gl.permute(gl.reshape(total, (_GROUP_ROWS, 2, _HALF)), (0, 2, 1)))
             if HAS_SCALES:
+                _put_scales(scales, weight_scale, gl.load(tile_expert + tile_row) * weight_rows, column, size, IS_GATED)
                 of_rows = _of_rows(INDEX, inverse, source, tile_rows, tile_row, gl.SliceLayout(1, first.type.layout))
-                scales = weight_scale + gl.load(tile_expert + tile_row) * weight_rows
-                place = column * (_HALF if IS_GATED else _COLUMNS)
-                first = scaled_half(first, scales, of_rows, place, size)
-                if IS_GATED:
-                    second = scaled_half(second, scales + size, of_rows, place, size)
-                else:
-                    second = scaled_half(second, scales, of_rows, place + _HALF, size)
+                first = _scaled(first, scales.slice(0, _HALF), of_rows)
+                second = _scaled(second, scales.slice(_HALF, _HALF), of_rows)
             if IS_GATED:
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
                 store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
@@ -226,6 +244,7 @@ def three_groups_kernel(
     left = gl.allocate_shared_memory(weight.dtype, [_STAGES * _WARP_GROUPS, _GROUP_ROWS, STEP], LINES)
     right = gl.allocate_shared_memory(weight.dtype, [_STAGES, _COLUMNS, STEP], LINES)
     buffers = gl.allocate_shared_memory(out.dtype, [_WARP_GROUPS, _GROUP_ROWS, _HALF], TILE)
+    scales = gl.allocate_shared_memory(gl.float32, [_WARP_GROUPS, _COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     landed = gl.allocate_shared_memory(gl.int64, [_STAGES * _WARP_GROUPS, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -239,15 +258,15 @@ def three_groups_kernel(
         [
             (_multiply, (
                 gl.constexpr(0), x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right,
-                buffers.index(0), landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                buffers.index(0), scales.index(0), landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
             )),
             (_multiply, (
                 gl.constexpr(1), x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right,
-                buffers.index(1), landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                buffers.index(1), scales.index(1), landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
             )),
             (_multiply, (
                 gl.constexpr(2), x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right,
-                buffers.index(2), landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                buffers.index(2), scales.index(2), landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
             )),
         ],
         [4, 4],
