@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pelton_backends.triton.launch import Launcher
-from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, scaled_half, store_tile
+from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, store_tile, tile_place
 from pelton_backends.triton.ops.moe.split import SplitRows
 from pelton_backends.triton.runtime import num_sms
 
@@ -43,24 +43,25 @@ _HALF = gl.constexpr(COLUMNS // 2)
 
 @gluon.jit
 def _tile_ahead(
-    INDEX: gl.constexpr, source, tile_expert, tile_rows, tile, num_tiles, num_columns, weight_rows, IS_GATED: gl.constexpr,
+    INDEX: gl.constexpr, source, tile_expert, tile_rows, tile, num_row_tiles, num_columns, weight_rows, IS_GATED: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return what a warp group fetches of a tile: the numbers of its rows of x, -1 where no pair has one, or of rows that are sorted
-    the first one's; whether a pair has any; and the first of the weight's rows."""
-    is_tile = tile < num_tiles
-    tile = gl.minimum(tile, num_tiles - 1)
-    tile_row = tile // num_columns
-    count = gl.load(tile_rows + tile_row) - INDEX * _GROUP_ROWS
+    the first one's; whether it fetches any; and the first of the weight's rows. Behind the last tile it fetches none."""
+    is_any = tile < num_row_tiles * num_columns
+    num_row_tiles = gl.maximum(num_row_tiles, 1)  # what is read there is of no tile, but in memory
+    tile_row, column = tile_place(gl.minimum(tile, num_row_tiles * num_columns - 1), num_row_tiles, num_columns)
     rows = tile_row * _ROWS + INDEX * _GROUP_ROWS
+    count = gl.load(tile_rows + tile_row) - INDEX * _GROUP_ROWS
     if source is not None:
         places = gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
         rows = gl.load(source + rows + places, mask=places < count, other=-1)
     weight_row = 0
     if INDEX == 0:
-        column = tile - tile_row * num_columns
         weight_row = gl.load(tile_expert + tile_row) * weight_rows + column * (_HALF if IS_GATED else _COLUMNS)
-    return rows, (count > 0) & is_tile, weight_row
+    else:
+        is_any = is_any & (count > 0)
+    return rows, is_any, weight_row
 
 
 @gluon.jit
@@ -134,7 +135,7 @@ def _scaled(half, scales, of_rows):
 @gluon.jit
 def _multiply(
     INDEX: gl.constexpr, x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right, buffer, scales,
-    landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION: gl.constexpr,
+    landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its 64 rows of every tile, unless no pair has one of them. It fetches two steps ahead, and into the next tile."""
     IS_GATHERED: gl.constexpr = source is not None
@@ -145,7 +146,7 @@ def _multiply(
     dtype: gl.constexpr = out.dtype
     next_tile, next_k = gl.program_id(0), 0
     rows, is_fetched, weight_row = _tile_ahead(
-        INDEX, source, tile_expert, tile_rows, next_tile, num_tiles, num_columns, weight_rows, IS_GATED, LANES
+        INDEX, source, tile_expert, tile_rows, next_tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LANES
     )
     for early in gl.static_range(_STAGES - 1):
         _fetch(
@@ -156,11 +157,11 @@ def _multiply(
         if next_k == num_steps:
             next_tile, next_k = next_tile + gl.num_programs(0), 0
             rows, is_fetched, weight_row = _tile_ahead(
-                INDEX, source, tile_expert, tile_rows, next_tile, num_tiles, num_columns, weight_rows, IS_GATED, LANES
+                INDEX, source, tile_expert, tile_rows, next_tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LANES
             )
     step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        tile_row, column = tile // num_columns, tile % num_columns
+    for tile in range(gl.program_id(0), num_row_tiles * num_columns, gl.num_programs(0)):
+        tile_row, column = tile_place(tile, num_row_tiles, num_columns)
         is_any = True
         steps = num_steps
         if INDEX > 0:
@@ -178,7 +179,7 @@ def _multiply(
                 if next_k == num_steps:
                     next_tile, next_k = next_tile + gl.num_programs(0), 0
                     rows, is_fetched, weight_row = _tile_ahead(
-                        INDEX, source, tile_expert, tile_rows, next_tile, num_tiles, num_columns, weight_rows, IS_GATED, LANES
+                        INDEX, source, tile_expert, tile_rows, next_tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LANES
                     )
                 step += 1
         total = gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, LAYOUT)
@@ -204,7 +205,7 @@ def _multiply(
             if next_k == num_steps:
                 next_tile, next_k = next_tile + gl.num_programs(0), 0
                 rows, is_fetched, weight_row = _tile_ahead(
-                    INDEX, source, tile_expert, tile_rows, next_tile, num_tiles, num_columns, weight_rows, IS_GATED, LANES
+                    INDEX, source, tile_expert, tile_rows, next_tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LANES
                 )
             step += 1
         total = warpgroup_mma_wait(0, deps=[total])
@@ -232,14 +233,14 @@ def three_groups_kernel(
     x, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, num_tiles_ptr, x_stride, size, in_features, weight_rows,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Persistent: programs take tiles in turn, columns first. `size` columns of the result, `weight_rows` of the weight an expert."""
+    """Persistent: programs take tiles in turn, as `tile_place` orders them. `size` columns of the result, `weight_rows` of the weight an expert."""
     BITS: gl.constexpr = weight.dtype.primitive_bitwidth
     STEP: gl.constexpr = _STEP_BYTES * 8 // BITS
     TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
     LINES: gl.constexpr = gl.NVMMASharedLayout(128, BITS, rank=2)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     num_columns = (size + TILE_COLUMNS - 1) // TILE_COLUMNS
-    num_tiles = gl.load(num_tiles_ptr) * num_columns
+    num_row_tiles = gl.load(num_tiles_ptr)
     num_steps = (in_features + STEP - 1) // STEP
     left = gl.allocate_shared_memory(weight.dtype, [_STAGES * _WARP_GROUPS, _GROUP_ROWS, STEP], LINES)
     right = gl.allocate_shared_memory(weight.dtype, [_STAGES, _COLUMNS, STEP], LINES)
@@ -258,15 +259,15 @@ def three_groups_kernel(
         [
             (_multiply, (
                 gl.constexpr(0), x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right,
-                buffers.index(0), scales.index(0), landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                buffers.index(0), scales.index(0), landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
             )),
             (_multiply, (
                 gl.constexpr(1), x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right,
-                buffers.index(1), scales.index(1), landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                buffers.index(1), scales.index(1), landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
             )),
             (_multiply, (
                 gl.constexpr(2), x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right,
-                buffers.index(2), scales.index(2), landed, ready, free, num_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                buffers.index(2), scales.index(2), landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
             )),
         ],
         [4, 4],
