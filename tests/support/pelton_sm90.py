@@ -554,20 +554,25 @@ def experts(dtype: str, weight_format: str) -> None:
 
 
 def hopper_experts(dtype: str) -> None:
-    """Experts of two bytes and in e4m3 of many tokens on a Hopper device; rows are sums of two numbers, then rounded."""
+    """Experts of two bytes and in e4m3 of many tokens on a Hopper device; rows are sums of two numbers, then rounded. Tiles of 128 rows,
+    then those of 192."""
     moe.is_hopper = moe.has_pdl = split.has_pdl = lambda device: True
     routing = RoutingSpec(num_experts=8, top_k=2)
     rows: dict[str, Any] = {"weight_format": "e4m3"}
     blocks = rows | {"group_size": 128, "group_rows": 128}
     rounded = {"inputs": InputRounding(dtype="float8_e4m3fn")}
+    plain, never = {"weight_format": "plain"}, 1 << 30
     cases = (
-        ({"weight_format": "plain"}, 128),
-        (rows, 128),
-        (blocks, 256),
-        (rows | rounded, 128),
-        (blocks | rounded, 256),
+        (plain, 128, never),
+        (rows, 128, never),
+        (blocks, 256, never),
+        (rows | rounded, 128, never),
+        (blocks | rounded, 256, never),
+        (plain, 128, 0),
+        (rows | rounded, 128, 0),
     )
-    for form, size in cases:
+    for form, size, least_pairs in cases:
+        moe._THREE_GROUPS_PAIRS = least_pairs
         made = moe_case(torch.device("cpu"), routing, 600, getattr(torch, dtype), sizes=(256, size), **form)
         needs, tensors, x, slots = made
         moe.BoundMoe(needs, tensors)(x, slots)

@@ -84,8 +84,8 @@ READ: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(MANY_IN_BLOCKS, (1,)),  # the products
     "sampling with all": (),
     "QKV of prompts with adapters": (),  # gate and up have more to do
-    "experts on Hopper": (2, 3, 8, 10, 15, 22, 24, 29, 31),
-    # of two bytes, in e4m3, and the first one in blocks; both of rounded rows in e4m3, and in blocks
+    "experts on Hopper": (2, 3, 8, 10, 15, 22, 24, 29, 31, 35, 36, 41, 43),
+    # of two bytes, in e4m3, and the first one in blocks; both of rounded rows in e4m3, and in blocks; in tiles of 192 rows
     "experts that stream": (
         5,
         10,
@@ -498,12 +498,20 @@ def test_packed_experts_are_decoded_in_registers_without_conversions(bfloat16: K
 
 
 def test_rows_of_sorted_experts_are_gathered_by_the_product(bfloat16: Kernels) -> None:
-    found = with_code(bfloat16("experts on Hopper"))
+    every = with_code(bfloat16("experts on Hopper"))
+    found, in_three_groups = every[:9], every[9:]
     assert [kernel["kernel"] for kernel in found] == ["experts_matmul_kernel"] * 9
     for kernel, product in zip(found, ["HGMMA"] * 2 + ["QGMMA"] * 7, strict=True):
         assert {"HGMMA", "QGMMA"} & set(kernel["instructions"]) == {product} and kernel["stack"] == 0
     gathers = ["LDGSTS" in kernel["instructions"] for kernel in found]
     assert gathers == [True, False, True, False, True, True, False, True, False], "rows of x lie anywhere"
+    assert [kernel["kernel"] for kernel in in_three_groups] == ["three_groups_kernel"] * 4
+    for kernel, product, is_gathered in zip(
+        in_three_groups, ["HGMMA"] * 2 + ["QGMMA"] * 2, [True, False] * 2, strict=True
+    ):
+        code = kernel["instructions"]
+        assert code.count(product) == 3 * 4 and not {"LDL", "STL"} & set(code) and kernel["stack"] == 0
+        assert ("LDGSTS" in code) == is_gathered and "UTMALDG" in code, "weights are copied, and rows that are sorted"
 
 
 def test_rounded_rows_of_sorted_experts_are_half_of_the_copies_and_products(bfloat16: Kernels) -> None:

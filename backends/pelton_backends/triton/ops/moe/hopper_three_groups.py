@@ -66,25 +66,24 @@ def _tile_ahead(
 
 @gluon.jit
 def _fetch(
-    INDEX: gl.constexpr, x, x_stride, source, weight, left, right, landed, ready, free, step, k, rows, is_any, weight_row, size,
-    IS_GATED: gl.constexpr, LAYOUT: gl.constexpr,
+    INDEX: gl.constexpr, x, x_stride, source, weight, tile_expert, tile_rows, left, right, landed, ready, free, num_row_tiles,
+    num_columns, num_steps, size, weight_rows, step, tile, k, rows, is_any, weight_row, IS_GATED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Fetch one step's numbers of a warp group's rows, and in the first group those of the tile's rows of the weight."""
+    """Fetch step k of a tile, a warp group's `step` of all: numbers of its rows of x, in the first group of the tile's rows of the
+    weight too. Return the tile and the step of it that come then, and what `_tile_ahead` returns of that."""
     STEP: gl.constexpr = right.shape[2]
     stage = step % _STAGES
-    own = left.index(stage * _WARP_GROUPS + INDEX)
+    own, own_barrier = left.index(stage * _WARP_GROUPS + INDEX), landed.index(stage * _WARP_GROUPS + INDEX)
     if is_any:
         if source is not None:
             lane = gl.arange(0, STEP, gl.SliceLayout(0, LAYOUT))
             offsets = (rows * x_stride)[:, None] + lane[None, :]
             async_copy.async_copy_global_to_shared(own, x + k * STEP + offsets, mask=(rows >= 0)[:, None])
         else:
-            barrier = landed.index(stage * _WARP_GROUPS + INDEX)
-            mbarrier.expect(barrier, _GROUP_ROWS * _STEP_BYTES)
-            tma.async_copy_global_to_shared(x, [rows, k * STEP], barrier, own)
+            mbarrier.expect(own_barrier, _GROUP_ROWS * _STEP_BYTES)
+            tma.async_copy_global_to_shared(x, [rows, k * STEP], own_barrier, own)
         if INDEX == 0:
-            barrier = ready.index(stage)
-            columns = right.index(stage)
+            barrier, columns = ready.index(stage), right.index(stage)
             mbarrier.wait(free.index(stage), ((step // _STAGES) & 1) ^ 1)
             mbarrier.expect(barrier, _COLUMNS * _STEP_BYTES)
             if IS_GATED:  # 128 columns of the result: as many rows of gate, and as many of up
@@ -94,9 +93,16 @@ def _fetch(
             else:
                 tma.async_copy_global_to_shared(weight, [weight_row, k * STEP], barrier, columns)
     elif source is None:
-        mbarrier.arrive(landed.index(stage * _WARP_GROUPS + INDEX), count=1)
+        mbarrier.arrive(own_barrier, count=1)
     if source is not None:
         async_copy.commit_group()
+    k += 1
+    if k == num_steps:
+        tile, k = tile + gl.num_programs(0), 0
+        rows, is_any, weight_row = _tile_ahead(
+            INDEX, source, tile_expert, tile_rows, tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LAYOUT
+        )
+    return tile, k, rows, is_any, weight_row
 
 
 @gluon.jit
@@ -149,16 +155,10 @@ def _multiply(
         INDEX, source, tile_expert, tile_rows, next_tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LANES
     )
     for early in gl.static_range(_STAGES - 1):
-        _fetch(
-            INDEX, x, x_stride, source, weight, left, right, landed, ready, free, early, next_k, rows, is_fetched, weight_row, size,
-            IS_GATED, LANES,
+        next_tile, next_k, rows, is_fetched, weight_row = _fetch(
+            INDEX, x, x_stride, source, weight, tile_expert, tile_rows, left, right, landed, ready, free, num_row_tiles, num_columns,
+            num_steps, size, weight_rows, early, next_tile, next_k, rows, is_fetched, weight_row, IS_GATED, LANES,
         )  # fmt: skip
-        next_k += 1
-        if next_k == num_steps:
-            next_tile, next_k = next_tile + gl.num_programs(0), 0
-            rows, is_fetched, weight_row = _tile_ahead(
-                INDEX, source, tile_expert, tile_rows, next_tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LANES
-            )
     step = 0
     for tile in range(gl.program_id(0), num_row_tiles * num_columns, gl.num_programs(0)):
         tile_row, column = tile_place(tile, num_row_tiles, num_columns)
@@ -171,16 +171,11 @@ def _multiply(
                 mbarrier.wait(ready.index(step % _STAGES), (step // _STAGES) & 1)
                 gl.thread_barrier()
                 mbarrier.arrive(free.index(step % _STAGES), count=1)
-                _fetch(
-                    INDEX, x, x_stride, source, weight, left, right, landed, ready, free, step + _STAGES - 1, next_k, rows, is_fetched,
-                    weight_row, size, IS_GATED, LANES,
+                next_tile, next_k, rows, is_fetched, weight_row = _fetch(
+                    INDEX, x, x_stride, source, weight, tile_expert, tile_rows, left, right, landed, ready, free, num_row_tiles,
+                    num_columns, num_steps, size, weight_rows, step + _STAGES - 1, next_tile, next_k, rows, is_fetched, weight_row,
+                    IS_GATED, LANES,
                 )  # fmt: skip
-                next_k += 1
-                if next_k == num_steps:
-                    next_tile, next_k = next_tile + gl.num_programs(0), 0
-                    rows, is_fetched, weight_row = _tile_ahead(
-                        INDEX, source, tile_expert, tile_rows, next_tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LANES
-                    )
                 step += 1
         total = gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, LAYOUT)
         for k in range(steps):
@@ -197,16 +192,10 @@ def _multiply(
             total = warpgroup_mma_wait(1, deps=[total])
             gl.thread_barrier()  # every warp is done with the step before
             mbarrier.arrive(free.index((step + _STAGES - 1) % _STAGES), count=1, pred=k > 0)
-            _fetch(
-                INDEX, x, x_stride, source, weight, left, right, landed, ready, free, step + _STAGES - 1, next_k, rows, is_fetched,
-                weight_row, size, IS_GATED, LANES,
+            next_tile, next_k, rows, is_fetched, weight_row = _fetch(
+                INDEX, x, x_stride, source, weight, tile_expert, tile_rows, left, right, landed, ready, free, num_row_tiles, num_columns,
+                num_steps, size, weight_rows, step + _STAGES - 1, next_tile, next_k, rows, is_fetched, weight_row, IS_GATED, LANES,
             )  # fmt: skip
-            next_k += 1
-            if next_k == num_steps:
-                next_tile, next_k = next_tile + gl.num_programs(0), 0
-                rows, is_fetched, weight_row = _tile_ahead(
-                    INDEX, source, tile_expert, tile_rows, next_tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LANES
-                )
             step += 1
         total = warpgroup_mma_wait(0, deps=[total])
         gl.thread_barrier()
@@ -233,7 +222,8 @@ def three_groups_kernel(
     x, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, num_tiles_ptr, x_stride, size, in_features, weight_rows,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Persistent: programs take tiles in turn, as `tile_place` orders them. `size` columns of the result, `weight_rows` of the weight an expert."""
+    """Persistent: programs take tiles in turn, in the order of `tile_place`. `size` columns of the result, `weight_rows` of the weight
+    an expert."""
     BITS: gl.constexpr = weight.dtype.primitive_bitwidth
     STEP: gl.constexpr = _STEP_BYTES * 8 // BITS
     TILE_COLUMNS: gl.constexpr = _COLUMNS if ACTIVATION is None else _HALF
@@ -259,15 +249,18 @@ def three_groups_kernel(
         [
             (_multiply, (
                 gl.constexpr(0), x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right,
-                buffers.index(0), scales.index(0), landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                buffers.index(0), scales.index(0), landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows,
+                ACTIVATION,
             )),
             (_multiply, (
                 gl.constexpr(1), x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right,
-                buffers.index(1), scales.index(1), landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                buffers.index(1), scales.index(1), landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows,
+                ACTIVATION,
             )),
             (_multiply, (
                 gl.constexpr(2), x, x_stride, source, inverse, weight, weight_scale, out, tile_expert, tile_rows, left, right,
-                buffers.index(2), scales.index(2), landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows, ACTIVATION,
+                buffers.index(2), scales.index(2), landed, ready, free, num_row_tiles, num_columns, num_steps, size, weight_rows,
+                ACTIVATION,
             )),
         ],
         [4, 4],
