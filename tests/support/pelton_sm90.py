@@ -91,6 +91,7 @@ from pelton_backends.triton.ops.linear import (
     gemv,
     grouped,
     hopper_blocks,
+    hopper_grouped,
     hopper_matmul,
     hopper_mid_batch,
     hopper_split_k,
@@ -554,21 +555,26 @@ def experts(dtype: str, weight_format: str) -> None:
 
 
 def hopper_experts(dtype: str) -> None:
-    """Experts of two bytes and in e4m3 of many tokens on a Hopper device; rows are sums of two numbers, then rounded. At last gpt-oss's."""
+    """Experts of two bytes and in e4m3 of many tokens on a Hopper device; rows are sums of two numbers, then rounded. gpt-oss's, and
+    tiles of 192 rows, come last."""
     moe.is_hopper = moe.has_pdl = split.has_pdl = lambda device: True
     routing = RoutingSpec(num_experts=8, top_k=2)
     rows: dict[str, Any] = {"weight_format": "e4m3"}
     blocks = rows | {"group_size": 128, "group_rows": 128}
     rounded = {"inputs": InputRounding(dtype="float8_e4m3fn")}
+    plain, never = {"weight_format": "plain"}, 1 << 30
     cases = (
-        ({"weight_format": "plain"}, 128),
-        (rows, 128),
-        (blocks, 256),
-        (rows | rounded, 128),
-        (blocks | rounded, 256),
-        ({"weight_format": "mxfp4", "has_bias": True, "activation": "swiglu_oai", "limit": 7.0}, 128),
+        (plain, 128, never),
+        (rows, 128, never),
+        (blocks, 256, never),
+        (rows | rounded, 128, never),
+        (blocks | rounded, 256, never),
+        ({"weight_format": "mxfp4", "has_bias": True, "activation": "swiglu_oai", "limit": 7.0}, 128, never),
+        (plain, 128, 0),
+        (rows | rounded, 128, 0),
     )
-    for form, size in cases:
+    for form, size, least_pairs in cases:
+        moe._THREE_GROUPS_PAIRS = least_pairs
         made = moe_case(torch.device("cpu"), routing, 600, getattr(torch, dtype), sizes=(256, size), **form)
         needs, tensors, x, slots = made
         moe.BoundMoe(needs, tensors)(x, slots)
@@ -608,6 +614,22 @@ def experts_in_four_bits(dtype: str, name: str) -> None:
     op = moe.BoundMoe(needs, tensors)
     for num_tokens in (64, 128, 200):
         op(x[:num_tokens], slots[:num_tokens])
+
+
+def products_in_int4(dtype: str) -> None:
+    """Some rows by a matrix in groups of 128 and 64, and by gate and up, on a Hopper device."""
+    hopper_grouped.is_hopper = hopper_grouped.has_pdl = lambda device: True
+    for group_size, activation in ((128, "silu"), (64, None)):
+        spec = LinearSpec(in_features=4096, out_features=4096, weight_format="int4_grouped")
+        codes, scales = (
+            torch.empty(4096, 512, dtype=torch.int32),
+            torch.empty(4096, 4096 // group_size, dtype=torch.int32),
+        )
+        matrix = grouped.GroupedMatrix(
+            LinearWeights(spec, {"codes": codes, "scales": scales}), dtype, activation, has_norm=True
+        )
+        for rows in (16, 32, 64, 128):
+            matrix(torch.empty(rows, 4096, dtype=getattr(torch, dtype)))
 
 
 def make_nothing() -> None:
@@ -772,6 +794,8 @@ def compile_kernels(
             hopper_experts(dtype)
         elif name == "experts that stream":
             streamed_experts(dtype)
+        elif name == "products in int4 on Hopper":
+            products_in_int4(dtype)
         elif name in ("experts in int4 on Hopper", "experts in mxfp4 on Hopper"):
             experts_in_four_bits(dtype, name)
         elif name in EVERY:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pelton_assembly import as_number, run_assembly
 from pelton_linear_oracle import TOLERANCES, Case, make_case
 
 from pelton.ops.interface import LinearTensors, LinearWeights
-from pelton_backends.triton.ops.linear import decoded, grouped
+from pelton_backends.triton.ops.linear import decoded, grouped, hopper_grouped
 from pelton_backends.triton.ops.linear.grouped import GroupedAddNormGatedLinear, GroupedAddNormLinear, GroupedLinear
 from pelton_plugins.weight_forms.groups import (
     FORMATS,
@@ -200,3 +201,85 @@ def test_large_matrices(op, num_rows, device):
     for bits, group, has_minima in ((4, 128, False), (4, 32, True), (8, 128, False)):
         options = {**kind, "has_minima": has_minima}
         check(make(num_rows, 4096, 1024, device, bits, group, torch.bfloat16, **options), implementation)
+
+
+# In registers, on Hopper.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "num_rows, size", [(2, (3840, 1160)), (31, (2048, 4096)), (64, (2048, 328)), (129, (1024, 2304))], ids=str
+)
+@pytest.mark.parametrize("group, dtype", [
+    (128, torch.bfloat16), (64, torch.bfloat16), (-1, torch.bfloat16), (128, torch.float16),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("op", OPS)
+def test_products_of_some_rows_are_those_of_float64(op, group, dtype, num_rows, size, device):
+    """Weights are not rounded; tiles that the weight's rows or those of x do not fill, and K in equal parts or whole."""
+    implementation, kind = OPS[op]
+    case = make(num_rows, *size, device, 4, group, dtype, bias=op == "linear", **kind)
+    assert grouped.GroupedMatrix(case.grouped, str(dtype).removeprefix("torch.")).on_hopper is not None
+    case.weight = dequantize(case.grouped)
+    check(case, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_on_hopper(options, device):
+    check(make(40, 1024, 256, device, dtype=torch.bfloat16, **options), GroupedAddNormLinear)
+
+
+def operand_of(words: torch.Tensor, scale: int, dtype: torch.dtype) -> list[float]:
+    """A block's words [16] as tensor cores take them with scale and zero point `scale`, times what they are too small by."""
+    is_bfloat16 = dtype == torch.bfloat16
+    text = hopper_grouped._BFLOAT16_ASM if is_bfloat16 else hopper_grouped._FLOAT16_ASM
+    text_of_zeros = hopper_grouped._BFLOAT16_ZEROS_ASM if is_bfloat16 else hopper_grouped._FLOAT16_ZEROS_ASM
+    less = hopper_grouped._BFLOAT16_LESS if is_bfloat16 else hopper_grouped._FLOAT16_LESS
+    zeros = run_assembly(text_of_zeros.value, {"$1": scale & 0xFFFFFFFF})["$0"]
+    numbers = [0.0] * 128
+    for place, word in enumerate(words.tolist()):
+        t, u, v = place // 4, place // 2 % 2, place % 2
+        for half in range(2):
+            found = run_assembly(text.value, {"$4": (word & 0xFFFFFFFF) >> 8 * half, "$5": zeros})
+            for i in range(4):  # neighbours, of two products
+                column = 64 * half + i // 2 * 32 + u * 16 + v * 8 + t * 2 + i % 2
+                numbers[column] = as_number(found[f"${i}"], dtype) * less.value
+    return numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_words_become_numbers_in_the_order_of_columns(dtype):
+    """Every code with every zero point, and at every place of a word."""
+    generator = torch.Generator().manual_seed(0)
+    for zero in (*range(17), 255):
+        codes = torch.randint(0, 16, (1, 128), generator=generator)
+        codes[0, zero % 16 :: 2] = torch.arange(128)[: codes[0, zero % 16 :: 2].numel()] % 16
+        scale = int(pack_scales(torch.tensor([[0.75]]), torch.tensor([[zero]])).item())
+        assert operand_of(pack_codes(codes, 4)[0], scale, dtype) == (codes - zero)[0].tolist()
+
+
+@pytest.mark.parametrize("num_rows", [2, 16, 17, 32, 33, 64, 65, 128, 129, 200, 256])
+def test_tilings_on_hopper_cover_a_matrix_and_fit(num_rows):
+    for out_features, in_features in (
+        (6144, 4096),
+        (4096, 4096),
+        (28672, 4096),
+        (4096, 14336),
+        (128, 256),
+        (1160, 3840),
+    ):
+        tiling = hopper_grouped.choose_grouped_tiling(num_rows, out_features, in_features)
+        assert in_features % (hopper_grouped.STEP * tiling.split) == 0
+        assert 1 <= tiling.stages <= in_features // (hopper_grouped.STEP * tiling.split)
+        assert tiling.stages * (tiling.rows + 4 * tiling.tokens) * 128 < 226 * 1024
+        assert 16 <= tiling.tokens <= 128 and (tiling.tokens >= num_rows or tiling.tokens == 128)
+
+
+@pytest.mark.parametrize("in_features, groups, is_taken", [
+    (1024, 8, True), (1024, 16, True), (1024, 1, True), (1024, 32, False), (1152, 9, False), (1280, 4, False),
+])  # fmt: skip
+def test_which_matrices_are_decoded_in_registers(in_features, groups, is_taken, monkeypatch):
+    monkeypatch.setattr(hopper_grouped, "is_hopper", lambda device: True)
+    codes, scales = torch.empty(64, in_features // 8, dtype=torch.int32), torch.empty(64, groups, dtype=torch.int32)
+    assert hopper_grouped.can_multiply(codes, scales, in_features) == is_taken
+    assert not hopper_grouped.can_multiply(codes.t().contiguous().t(), scales, in_features)

@@ -36,7 +36,9 @@ IN_E4M3 = (
 IN_BLOCKS = ("gate and up in blocks", "128 rows of down in blocks", "128 rounded rows of gate and up in blocks")
 MANY_IN_BLOCKS = ("many rounded rows of gate and up in blocks", "many rounded rows of down in blocks")
 IN_INTEGERS = ("experts in int4_grouped", "experts in int8_grouped", "experts in int4_minima")
-ON_HOPPER = ("experts on Hopper", "experts that stream", "experts in mxfp4 on Hopper", "experts in int4 on Hopper")
+ON_HOPPER = (
+    "experts on Hopper", "experts that stream", "experts in mxfp4 on Hopper", "experts in int4 on Hopper", "products in int4 on Hopper",
+)  # fmt: skip
 PACKED = {f"packed_{name}_kernel" for name in ("few_gate_up", "few_down", "gate_up", "down")} | {"decode_kernel"}
 OTHERS = (
     *WITH_ADAPTERS, OF_8B_WITH_ADAPTERS, *OF_PROMPTS, *IN_E4M3, *IN_BLOCKS, *MANY_IN_BLOCKS, *IN_INTEGERS,
@@ -84,8 +86,8 @@ READ: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(MANY_IN_BLOCKS, (1,)),  # the products
     "sampling with all": (),
     "QKV of prompts with adapters": (),  # gate and up have more to do
-    "experts on Hopper": (2, 3, 8, 10, 15, 22, 24, 29, 31, 36, 38),
-    # of two bytes, in e4m3, and the first one in blocks; both of rounded rows in e4m3, and in blocks
+    "experts on Hopper": (2, 3, 8, 10, 15, 22, 24, 29, 31, 36, 38, 42, 43, 48, 50),
+    # of two bytes, in e4m3, and the first one in blocks; both of rounded rows in e4m3, and in blocks; gpt-oss's; in tiles of 192 rows
     "experts that stream": (
         5,
         10,
@@ -498,12 +500,20 @@ def test_packed_experts_are_decoded_in_registers_without_conversions(bfloat16: K
 
 
 def test_rows_of_sorted_experts_are_gathered_by_the_product(bfloat16: Kernels) -> None:
-    found = with_code(bfloat16("experts on Hopper"))
+    every = with_code(bfloat16("experts on Hopper"))
+    found, in_three_groups = every[:11], every[11:]
     assert [kernel["kernel"] for kernel in found] == ["experts_matmul_kernel"] * 11
     for kernel, product in zip(found, ["HGMMA"] * 2 + ["QGMMA"] * 7 + ["HGMMA"] * 2, strict=True):
         assert {"HGMMA", "QGMMA"} & set(kernel["instructions"]) == {product} and kernel["stack"] == 0
     gathers = ["LDGSTS" in kernel["instructions"] for kernel in found]
     assert gathers == [True, False, True, False, True, True, False, True, False, True, False], "rows of x lie anywhere"
+    assert [kernel["kernel"] for kernel in in_three_groups] == ["three_groups_kernel"] * 4
+    for kernel, product, is_gathered in zip(
+        in_three_groups, ["HGMMA"] * 2 + ["QGMMA"] * 2, [True, False] * 2, strict=True
+    ):
+        code = kernel["instructions"]
+        assert code.count(product) == 3 * 4 and not {"LDL", "STL"} & set(code) and kernel["stack"] == 0
+        assert ("LDGSTS" in code) == is_gathered and "UTMALDG" in code, "weights are copied, and rows that are sorted"
 
 
 def test_rounded_rows_of_sorted_experts_are_half_of_the_copies_and_products(bfloat16: Kernels) -> None:
@@ -532,6 +542,19 @@ def test_weights_of_experts_are_on_their_way_before_the_choice(bfloat16: Kernels
             assert copies[copies.index("ACQBULK") :].index("PREEXIT") < 8, "nobody starts before the choice is there"
         else:
             assert "LDG" in before and LOADS & set(copies[: copies.index("LDG")]) == {"UTMALDG"}
+
+
+def test_codes_of_some_rows_become_numbers_where_they_are_multiplied(bfloat16: Kernels) -> None:
+    """As those of experts, below; groups of 128, gate and up, and groups of 64."""
+    found = with_code(bfloat16("products in int4 on Hopper"))
+    assert [kernel["kernel"] for kernel in found] == ["hopper_grouped_kernel"] * 8
+    for kernel in found:
+        code = kernel["instructions"]
+        end = len(code) - code[::-1].index("HGMMA")
+        loop = code[code.index("HFMA2") : end]
+        assert kernel["stack"] <= 96 and not {"STS", "SHFL"} & set(loop)  # of 128 rows in groups of 64 most
+        before = code[: code.index("ACQBULK")]
+        assert "UTMALDG" in before and not WRITES & set(before)
 
 
 @pytest.mark.parametrize("name, factor", [("mxfp4", "HMUL2"), ("int4", "HFMA2")])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import triton
+from pelton_assembly import as_bfloat16, run_assembly
 from pelton_moe_case import ROUTINGS, check_copies, check_moe, check_whole_experts, moe_case
 
 from pelton.ops.interface import InputRounding, NormSpec
@@ -16,14 +17,37 @@ from pelton.ops.moe import AddNormMoeNeeds, AddNormMoeTensors, Moe, MoeNeeds, Mo
 from pelton.ops.selector import reasons_against
 from pelton_backends.reference.composed_moe import ComposedAddNormMoe
 from pelton_backends.reference.moe import ReferenceMoe
-from pelton_backends.triton.ops.moe import experts, hopper, hopper_int4, hopper_mxfp4, streamed
+from pelton_backends.triton.ops.moe import (
+    experts,
+    hopper,
+    hopper_int4,
+    hopper_mxfp4,
+    hopper_three_groups,
+    streamed,
+)
 from pelton_backends.triton.ops.moe.experts import FEW_PAIRS, TritonMoe
 from pelton_backends.triton.ops.moe.normed import FewAddNormMoe
-from pelton_backends.triton.ops.moe.split import SplitRows
+from pelton_backends.triton.ops.moe.split import SplitRows, split
 from pelton_plugins.weight_forms.expert_codes import put_codes
 from pelton_plugins.weight_forms.groups import pack_scales
 
 pytestmark = pytest.mark.usefixtures("large_programs")
+ON_HOPPER = [hopper, hopper_three_groups]
+
+
+def take_product(monkeypatch: pytest.MonkeyPatch, product: ModuleType) -> None:
+    """Sorted rows take this one's tiles, however many rows an expert has."""
+    least = 0 if product is hopper_three_groups else 1 << 30
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts._THREE_GROUPS_PAIRS", least)
+
+
+def replace_product(monkeypatch: pytest.MonkeyPatch, product: ModuleType, multiply: Any) -> None:
+    """Sorted rows are multiplied by `multiply`, in tiles of few rows; the other file's product is not there."""
+    take_product(monkeypatch, product)
+    for module in ON_HOPPER:
+        monkeypatch.setattr(module, "experts_matmul", multiply if module is product else None)
+    monkeypatch.setattr(product, "ROWS", 6 if product is hopper_three_groups else 4)
+    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.BANDS", (4, 8, 16))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
@@ -163,7 +187,7 @@ def test_both_ways_are_taken() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 33, 300, 3000])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 33, 300, 600, 3000])
 def test_bfloat16_stays_near(num_tokens: int, device: torch.device) -> None:
     routing = RoutingSpec(num_experts=64, top_k=8)
     check_moe(TritonMoe, *moe_case(device, routing, num_tokens, torch.bfloat16), tolerance=0.06)
@@ -180,8 +204,12 @@ def test_many_tokens_have_biases_and_a_limit(weight_format: str, num_tokens: int
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(192, 40), (192, 136)], ids=str)
-def test_rows_of_many_tokens_are_gathered(sizes: tuple[int, int], device: torch.device) -> None:
+@pytest.mark.parametrize("sizes", [(64, 40), (192, 40), (192, 136)], ids=str)
+@pytest.mark.parametrize("product", ON_HOPPER)
+def test_rows_of_many_tokens_are_gathered(
+    product: ModuleType, sizes: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_product(monkeypatch, product)
     made = moe_case(device, RoutingSpec(num_experts=16, top_k=4), 1500, torch.bfloat16, sizes=sizes)
     check_moe(TritonMoe, *made, tolerance=0.06)
     needs, tensors, x, slots = made
@@ -198,10 +226,12 @@ def test_layers_that_differ_in_their_experts_alone_do_not_share_kernels(device: 
 OF_GPT_OSS: dict[str, Any] = {"has_bias": True, "activation": "swiglu_oai", "limit": 0.5}
 
 
-@pytest.mark.parametrize("form", [{}, OF_GPT_OSS], ids=["silu", "gpt-oss"])
+@pytest.mark.parametrize(
+    "product, form", [*((product, {}) for product in ON_HOPPER), (hopper, OF_GPT_OSS)], ids=["128", "192", "gpt-oss"]
+)
 @pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "input"])
 def test_many_tokens_are_sorted_by_expert(
-    name: str, form: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    product: ModuleType, name: str, form: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With torch in place of the product, which is for Hopper alone."""
 
@@ -217,14 +247,14 @@ def test_many_tokens_are_sorted_by_expert(
         limit: float | None = None,
     ) -> torch.Tensor:
         if source is not None:  # what is not written may be any number
-            is_pair = torch.arange(source.shape[0], device=x.device) % hopper.ROWS < tile_rows.repeat_interleave(
-                hopper.ROWS
+            is_pair = torch.arange(source.shape[0], device=x.device) % product.ROWS < tile_rows.repeat_interleave(
+                product.ROWS
             )
             x = x[torch.where(is_pair & (source >= 0) & (source < x.shape[0]), source, 0)]
-        assert x.shape[0] == experts.shape[0] * hopper.ROWS >= num_tiles.item() * hopper.ROWS
+        assert x.shape[0] == experts.shape[0] * product.ROWS >= num_tiles.item() * product.ROWS
         out = []
         for tile in range(int(num_tiles)):
-            rows = x[tile * hopper.ROWS : (tile + 1) * hopper.ROWS] @ weight[experts[tile]].T
+            rows = x[tile * product.ROWS : (tile + 1) * product.ROWS] @ weight[experts[tile]].T
             rows += 0 if bias is None else bias[experts[tile]]
             rows[max(int(tile_rows[tile]), 0) :] = torch.nan  # what no pair has may be left out
             gate, up = rows.chunk(2, dim=-1)
@@ -233,7 +263,7 @@ def test_many_tokens_are_sorted_by_expert(
                 out.append(gate * torch.sigmoid(1.702 * gate) * (up + 1))
             else:
                 out.append(rows if activation is None else torch.nn.functional.silu(gate) * up)
-        return torch.cat([*out, out[0].new_full((x.shape[0] - len(out) * hopper.ROWS, out[0].shape[1]), torch.nan)])
+        return torch.cat([*out, out[0].new_full((x.shape[0] - len(out) * product.ROWS, out[0].shape[1]), torch.nan)])
 
     needs, tensors, x, slots = moe_case(device, ROUTINGS[name], 40, **form)
 
@@ -244,9 +274,7 @@ def test_many_tokens_are_sorted_by_expert(
             op._is_sorted = True  # type: ignore[attr-defined]
             return op
 
-    monkeypatch.setattr(hopper, "experts_matmul", multiply)
-    monkeypatch.setattr(hopper, "ROWS", 4)
-    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.BANDS", (4, 8, 16))
+    replace_product(monkeypatch, product, multiply)
     for _ in range(2):  # what the first call leaves behind does no harm
         check_moe(Sorted, needs, tensors, x, slots, tolerance=1e-4)
     assert tensors.load is not None
@@ -287,10 +315,10 @@ def layer_of_rounded_rows(needs: MoeNeeds, tensors: MoeTensors, x: torch.Tensor,
     return out
 
 
-@pytest.mark.parametrize("is_rounded", [False, True])
+@pytest.mark.parametrize("is_rounded, product", [(False, hopper), (True, hopper), (True, hopper_three_groups)])
 @pytest.mark.parametrize("name", ["softmax", "corrected"])
 def test_sorted_rows_meet_weights_in_e4m3_as_sums_of_two_or_rounded(
-    name: str, is_rounded: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, is_rounded: bool, product: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above, with torch in place of the product. Rounded rows are those of a layer in float64 whose products' inputs are, and off
     by 0.047 of a row's norm in the middle from a layer whose are not: in float64, of random numbers."""
@@ -313,9 +341,9 @@ def test_sorted_rows_meet_weights_in_e4m3_as_sums_of_two_or_rounded(
             rows = rows[source.clamp(0, len(rows) - 1)]
         out = torch.full((len(rows), weight.shape[1]), torch.nan, dtype=x.dtype, device=device)
         for tile in range(int(num_tiles)):
-            expert, place = experts[tile], tile * hopper.ROWS
+            expert, place = experts[tile], tile * product.ROWS
             scaled = weight[expert].float() * weight_scale[expert]
-            count = min(int(tile_rows[tile]), hopper.ROWS)
+            count = min(int(tile_rows[tile]), product.ROWS)
             out[place : place + count] = (rows[place : place + count] @ scaled.T).to(x.dtype)
         gate, up = out.chunk(2, dim=-1)
         return out if activation is None else torch.nn.functional.silu(gate) * up
@@ -328,9 +356,7 @@ def test_sorted_rows_meet_weights_in_e4m3_as_sums_of_two_or_rounded(
             op._rounds_rows = is_rounded  # type: ignore[attr-defined]
             return op
 
-    monkeypatch.setattr(hopper, "experts_matmul", multiply)
-    monkeypatch.setattr(hopper, "ROWS", 4)
-    monkeypatch.setattr("pelton_backends.triton.ops.moe.experts.BANDS", (4, 8, 16))
+    replace_product(monkeypatch, product, multiply)
     needs, tensors, x, slots = moe_case(
         device, ROUTINGS[name], 40, torch.bfloat16, sizes=(96, 64), weight_format="e4m3"
     )
@@ -413,20 +439,25 @@ def test_sorted_experts_in_e4m3_stay_near(blocks: dict[str, int], num_tokens: in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [600, 2500])
-@pytest.mark.parametrize("blocks", [{}, {"group_size": 128, "group_rows": 128}], ids=["rows", "blocks"])
+@pytest.mark.parametrize(
+    "blocks, product",
+    [({}, hopper), ({}, hopper_three_groups), ({"group_size": 128, "group_rows": 128}, hopper)],
+    ids=["rows", "rows in tiles of 192", "blocks"],
+)
 def test_sorted_experts_whose_inputs_are_rounded(
-    blocks: dict[str, int], num_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    blocks: dict[str, int], product: ModuleType, num_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each product against float64 with the same rows, and the whole layer against one whose inputs are not rounded: 0.047 of a row's
     norm off in the middle, at most 0.074 (float64 on a CPU, 400 rows of random numbers)."""
     calls: list[tuple[tuple[Any, ...], torch.Tensor]] = []
-    multiply = hopper.experts_matmul
+    take_product(monkeypatch, product)
+    multiply = product.experts_matmul
 
     def recorded(*args: Any, **options: Any) -> torch.Tensor:
         calls.append((args, multiply(*args, **options)))
         return calls[-1][1]
 
-    monkeypatch.setattr(hopper, "experts_matmul", recorded)
+    monkeypatch.setattr(product, "experts_matmul", recorded)
     routing = RoutingSpec(num_experts=64, top_k=4)
     needs, tensors, x, slots = moe_case(
         device, routing, num_tokens, torch.bfloat16, sizes=(2048, 384), weight_format="e4m3", inputs=DYNAMIC, **blocks
@@ -444,14 +475,14 @@ def test_sorted_experts_whose_inputs_are_rounded(
         off = ((got - want).norm(dim=1) / want.norm(dim=1))[slots >= 0]
         assert 0.03 < off.median() < 0.06 and (off < 0.08).float().mean() > 0.95
         (first, inner), (second, pairs) = calls
-        check_product_of_rounded_rows(tensors, "gate_up", x, first, inner)
-        check_product_of_rounded_rows(tensors, "down", inner, second, pairs)
+        check_product_of_rounded_rows(tensors, "gate_up", x, first, inner, product.ROWS)
+        check_product_of_rounded_rows(tensors, "down", inner, second, pairs, product.ROWS)
         calls.clear()
         tensors.router.zero_()
 
 
 def check_product_of_rounded_rows(
-    tensors: MoeTensors, name: str, plain: torch.Tensor, args: tuple[Any, ...], out: torch.Tensor
+    tensors: MoeTensors, name: str, plain: torch.Tensor, args: tuple[Any, ...], out: torch.Tensor, tile_size: int
 ) -> None:
     """Of each pair's row: what it is rounded to, exactly, and the product. Every 32 numbers the device cuts a sum to 13 bits behind the
     first one; results are rounded to 2^-9 once, gate, up, activation and product four times. plain: the rows before."""
@@ -459,10 +490,10 @@ def check_product_of_rounded_rows(
     assert x.is_rounded and x.rows.shape == plain.shape
     worst = 0.0
     for tile in range(int(num_tiles)):
-        count = min(int(tile_rows[tile]), hopper.ROWS)
+        count = min(int(tile_rows[tile]), tile_size)
         if count <= 0:
             continue
-        places = torch.arange(tile * hopper.ROWS, tile * hopper.ROWS + count, device=out.device)
+        places = torch.arange(tile * tile_size, tile * tile_size + count, device=out.device)
         rows = gathered[1][places].long() if gathered else places
         same = x.rows[rows].double() * x.inverse[rows, None].double()
         assert torch.equal(same, rounded(plain[rows]))
@@ -472,6 +503,61 @@ def check_product_of_rounded_rows(
     # In blocks a sum is of 128 numbers. Of 2,048 an H200's was off by 0.017, 8 % more than each cut on its own allows.
     cuts = 4 if tensors.experts[f"{name}_scale"].shape[2] > 1 else plain.shape[1] / 32
     assert 0 < worst < 1.25 * (cuts * 2.0**-13 + (4 if gathered else 1) * 2.0**-9)
+
+
+def sorted_rows(counts: list[int], num_tokens: int, tile_size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Rows of experts with so many pairs each: source, with -5 where no pair is, tile_expert, tile_rows, num_tiles."""
+    generator, experts, rows, source = torch.Generator().manual_seed(1), [], [], []
+    for expert, count in enumerate(counts):
+        for first in range(0, count, tile_size):
+            experts.append(expert)
+            rows.append(count - first)
+        chosen = torch.randint(0, num_tokens, (count,), generator=generator)
+        source.append(torch.cat([chosen, torch.full((-count % tile_size,), -5)]))
+    spare = [-7] * 3  # tiles that are not there
+    numbers = torch.cat([*source, torch.full((3 * tile_size,), -5)]), experts + spare, rows + spare, [len(experts)]
+    return tuple(torch.as_tensor(one, dtype=torch.int32).to(device) for one in numbers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("product", ON_HOPPER)
+@pytest.mark.parametrize("sizes", [(64, 8), (128, 136), (192, 256), (256, 40), (2048, 768)], ids=str)
+def test_products_of_uneven_experts(
+    sizes: tuple[int, int], product: ModuleType, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Experts with no row, with one, with as many as a warp group's or a tile's and one more, and no expert with any: each pair's row
+    against float64."""
+    hidden, size = sizes
+    is_rounded = dtype == torch.float8_e4m3fn
+    if is_rounded and not hopper.can_split(hidden, hidden):
+        pytest.skip("rows of e4m3 are whole steps")
+    kind, generator = torch.bfloat16 if is_rounded else dtype, torch.Generator(device).manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    for counts in ([0, 1, 64, 65, 0, 128, 129, 192, 193, 700, 3, 0], [0, 0, 0], [5000, 0, 1]):
+        source, *tiles = sorted_rows(counts, 500, product.ROWS, device)
+        tile_expert, tile_rows, num_tiles = tiles
+        for activation, out_features in (("silu", 2 * size), (None, max(size // 8 * 8, 8))):
+            plain = numbers(500 if activation else source.shape[0], hidden).to(kind)
+            weight = (numbers(len(counts), out_features, hidden) * hidden**-0.5).to(dtype)
+            scale = (
+                torch.rand(len(counts), out_features, 1, generator=generator, device=device) + 0.5
+                if is_rounded
+                else None
+            )
+            x = split(plain, is_rounded=True) if is_rounded else plain
+            got = product.experts_matmul(x, weight, *tiles, activation, source if activation else None, scale)
+            same = rounded(plain) if is_rounded else plain.double()
+            for tile in range(int(num_tiles)):
+                places = torch.arange(min(int(tile_rows[tile]), product.ROWS), device=device) + tile * product.ROWS
+                rows, expert = source[places].long() if activation else places, tile_expert[tile]
+                sums = same[rows] @ (weight[expert].double() * (1 if scale is None else scale[expert].double())).T
+                want = gated(sums, kind) if activation else sums
+                off = (got[places].double() - want).norm(dim=1) / want.norm(dim=1)
+                assert off.max() < (0.025 if is_rounded else 0.01), (counts, activation, tile)
 
 
 def check_rows_are_near(op: Moe, needs: MoeNeeds, tensors: MoeTensors, x: torch.Tensor, slots: torch.Tensor) -> None:
@@ -618,56 +704,6 @@ def test_rows_are_reordered_for_words_of_codes(device: torch.device) -> None:
     assert torch.equal(hopper_mxfp4.reordered(x), want)
 
 
-def permuted(word: int, other: int, selector: int) -> int:
-    parts = word.to_bytes(4, "little") + other.to_bytes(4, "little")
-    return int.from_bytes(bytes(parts[selector >> 4 * i & 7] for i in range(4)), "little")
-
-
-def paired(result: Callable[..., torch.Tensor]) -> Callable[..., int]:
-    """As instructions of two bfloat16 a register do it: rounded once."""
-
-    def instruction(*registers: int) -> int:
-        halves = torch.tensor(registers, dtype=torch.int64).to(torch.int32).view(torch.bfloat16).view(-1, 2)
-        return int(result(*halves.double()).to(torch.bfloat16).view(torch.int32).item())
-
-    return instruction
-
-
-def combined(a: int, b: int, c: int, table: int) -> int:
-    assert table == 0xE2
-    return a & b | c & ~b
-
-
-INSTRUCTIONS: dict[str, Callable[..., int]] = {
-    "mov.b32": int,
-    "prmt.b32": permuted,
-    "lop3.b32": combined,
-    "shl.b32": int.__lshift__,
-    "shr.b32": int.__rshift__,
-    "and.b32": int.__and__,
-    "mad.lo.u32": lambda a, b, c: a * b + c,
-    "cvt.u32.u16": int,
-    "mul.bf16x2": paired(torch.mul),
-    "fma.rn.bf16x2": paired(lambda a, b, c: a * b + c),
-}
-
-
-def run_assembly(text: str, registers: dict[str, int]) -> dict[str, int]:
-    """Registers after instructions of PTX."""
-    found = dict(registers)
-    for instruction in text.strip("{ }").split(";"):
-        name, _, rest = instruction.strip().partition(" ")
-        places = [part.strip(" {}") for part in rest.split(",")]
-        if name in ("", ".reg"):
-            continue
-        if name == "mov.b32" and len(places) == 3:  # a register to two halves
-            found[places[0]], found[places[1]] = found[places[2]] & 0xFFFF, found[places[2]] >> 16
-        else:
-            values = [found[place] if place in found else int(place, 0) for place in places[1:]]
-            found[places[0]] = INSTRUCTIONS[name](*values) & 0xFFFFFFFF
-    return found
-
-
 def test_instructions_make_numbers_of_codes() -> None:
     """Every code at every place of a word, among others of any kind; and scales, two a number."""
     words = torch.randint(0, 2**32, (400,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -717,10 +753,6 @@ def test_rows_are_reordered_within_groups(device: torch.device) -> None:
     found = hopper_int4.reordered(x.to(torch.float32), 64).long()
     assert torch.equal(found.unflatten(1, (2, 64)).sort().values.flatten(1), x)
     assert (found[0, :8] % 64).tolist() == [0, 2, 8, 10, 32, 34, 40, 42]  # four threads have the words of 8 bytes each
-
-
-def as_bfloat16(bits: int) -> float:
-    return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double().item()
 
 
 FORMS_OF_HOPPER = {
