@@ -211,9 +211,8 @@ class GroupedTiling(NamedTuple):
 @cache
 def choose_grouped_tiling(num_tokens: int, out_features: int, in_features: int) -> GroupedTiling:
     tokens = min(max(triton.next_power_of_2(num_tokens), 16), MOST_TOKENS)
-    """Choose as measured on an H200 with Llama-3.1-8B's matrices: QKV, O, gate and up, and down, us, 8 rows 9.9, 8.5, 23.9 and 16.1; 32
-    rows 12.5, 11.6, 25.5 and 18.9; 64 rows 15.1, 12.8, 42.6 and 24.0; 128 rows 22.9, 20.0, 62.9 and 37.4. O of 64 rows in eight parts of K
-    for four 19.2, and of 32 rows 14.8."""
+    """Choose as measured on an H200 with Llama-3.1-8B's matrices: see docs/performance/models.md. O of 32 rows in eight parts of K 14.8
+    us, in four 9.2; gate and up of 64 rows with 255 registers a thread, which leave no room for a second program, 43.5, with 128 40.3."""
     tokens = min(max(triton.next_power_of_2(num_tokens), 16), MOST_TOKENS)
     programs = triton.cdiv(out_features, ROWS) * triton.cdiv(num_tokens, tokens)
     steps, split = in_features // STEP, 1
@@ -221,9 +220,11 @@ def choose_grouped_tiling(num_tokens: int, out_features: int, in_features: int) 
     while steps % (2 * split) == 0 and 2 * programs * split <= wanted and steps >= 8 * split:
         split *= 2
     is_alone = tokens == MOST_TOKENS or programs * split <= PROGRAMS  # on its multiprocessor, else two share one
-    warps, memory = 4 if tokens == 16 else 8, 205_000 if is_alone else 105_000
+    registers, memory = (255, 205_000) if is_alone else (128, 105_000)
     stages = max(min(memory // ((ROWS + 4 * tokens) * 128), steps // split, 6), 1)
-    return GroupedTiling(tokens, ROWS, split, stages, warps, 128 if warps == 8 and not is_alone else 255)
+    if tokens == 16:
+        registers, stages = 128, min(stages, 4)
+    return GroupedTiling(tokens, ROWS, split, stages, 8, registers)
 
 
 def can_multiply(codes: Tensor, scales: Tensor, in_features: int) -> bool:
