@@ -44,7 +44,7 @@ _STEP, _BLOCK, _CHUNK = gl.constexpr(STEP), gl.constexpr(128), gl.constexpr(64)
 
 
 def _assembly(kind: str, low: str, high: str) -> str:
-    """Of a word's first and second code of both its halves the difference from the zero point, times a power of two."""
+    """Return what makes differences from the zero point, times a power of two, of a word's first and second code of both its halves."""
     return (
         f"{{ .reg .b32 t, low, high; mov.b32 low, {low}; mov.b32 high, {high};"
         f"and.b32 t, $4, 0x000f000f; fma.rn.{kind} t, t, low, $5; mov.b32 {{$0, $1}}, t;"
@@ -211,8 +211,10 @@ class GroupedTiling(NamedTuple):
 @cache
 def choose_grouped_tiling(num_tokens: int, out_features: int, in_features: int) -> GroupedTiling:
     tokens = min(max(triton.next_power_of_2(num_tokens), 16), MOST_TOKENS)
-    """Choose as measured on an H200 with Llama-3.1-8B's matrices: see docs/performance/models.md. O of 32 rows in eight parts of K 14.8
-    us, in four 9.2; gate and up of 64 rows with 255 registers a thread, which leave no room for a second program, 43.5, with 128 40.3."""
+    """Choose as measured on an H200 with Llama-3.1-8B's matrices: see docs/performance/models.md.
+
+    O of 32 rows in eight parts of K 14.8 us, in four 9.2; gate and up of 64 rows with 255 registers a thread, which leave no room for a
+    second program, 43.5, with 128 40.3."""
     tokens = min(max(triton.next_power_of_2(num_tokens), 16), MOST_TOKENS)
     programs = triton.cdiv(out_features, ROWS) * triton.cdiv(num_tokens, tokens)
     steps, split = in_features // STEP, 1
