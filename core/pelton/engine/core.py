@@ -482,12 +482,13 @@ def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
     from pelton.platform.select import select_platform
 
     scheduler = config.scheduler
-    num_seqs, num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    num_seqs, num_tokens, parallel = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, config.parallel
     if num_seqs is None or num_tokens is None:
         platform = select_platform(config, plugins)
         scale = platform.encoder_scale if model.pooling is not None and model.pooling.attends_both_ways else 1
         num_seqs = num_seqs or platform.default_max_num_seqs * scale
-        if scheduler.performance_mode == "throughput" and config.parallel.pipeline_parallel_size == 1:
+        is_alone = parallel.pipeline_parallel_size == 1 and not parallel.shares_experts
+        if scheduler.performance_mode == "throughput" and is_alone:
             scale *= platform.throughput_scale
         least = 0 if scheduler.enable_chunked_prefill else model.max_model_len
         num_tokens = num_tokens or max(platform.default_max_num_batched_tokens * scale, least)

@@ -205,14 +205,12 @@ def _check_fit(plan: KVCachePlan, bytes_per_block: int, max_model_len: int, max_
     if needed(max_model_len) <= usable:
         return
     fitting = _largest(lambda num_tokens: needed(num_tokens) <= usable, max_model_len)
-    advice = (
-        f"Set max_model_len to at most {fitting}" if fitting else "No max_model_len fits: give the cache more memory"
-    )
+    said = f"Set max_model_len to at most {fitting}" if fitting else "No max_model_len fits: give the cache more memory"
     raise ConfigError(
         f"max_model_len is {max_model_len}, which needs {needed(max_model_len)} blocks of KV cache "
         f"({_mib((needed(max_model_len) + 1) * bytes_per_block)}, with the null block); there are {max(usable, 0)} "
-        f"({_mib(plan.num_blocks * bytes_per_block)}). {advice}, or raise kv_cache_memory_bytes, gpu_memory_utilization "
-        "or num_gpu_blocks_override."
+        f"({_mib(plan.num_blocks * bytes_per_block)}). {said}, or raise kv_cache_memory_bytes, gpu_memory_utilization "
+        "or num_gpu_blocks_override; where layers have a window, a lower max_num_batched_tokens needs fewer blocks."
     )
 
 

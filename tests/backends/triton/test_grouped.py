@@ -275,6 +275,13 @@ def test_tilings_on_hopper_cover_a_matrix_and_fit(num_rows):
         assert 16 <= tiling.tokens <= 128 and (tiling.tokens >= num_rows or tiling.tokens == 128)
 
 
+@pytest.mark.gpu
+def test_rows_that_share_their_memory_are_taken(device):
+    case = make(4, 256, 64, device, norm=False)
+    case.hidden = case.hidden[:1].expand(4, -1)
+    check(case, GroupedLinear)
+
+
 @pytest.mark.parametrize("in_features, groups, is_taken", [
     (1024, 8, True), (1024, 16, True), (1024, 1, True), (1024, 32, False), (1152, 9, False), (1280, 4, False),
 ])  # fmt: skip

@@ -517,6 +517,8 @@ def test_steps_take_more_where_nobody_waits_for_a_token_and_the_platform_gains_b
     assert sizes(performance_mode="throughput") == (7, 297)
     assert sizes(performance_mode="throughput", max_num_batched_tokens=50) == (7, 50)
     assert sizes(performance_mode="throughput", pipeline_parallel_size=2) == (7, 99)  # stages take turns at steps
+    ranks = {"data_parallel_size": 2, "enable_expert_parallel": True}  # experts get the tokens of both
+    assert sizes(performance_mode="throughput", **ranks) == (7, 99)
 
 
 @pytest.mark.parametrize(

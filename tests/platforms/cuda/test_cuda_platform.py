@@ -86,7 +86,7 @@ def test_default_sizes_go_by_memory(fake, total, tokens, seqs):
     fake.total = total
     platform = CUDAPlatform()
     assert (platform.default_max_num_batched_tokens, platform.default_max_num_seqs) == (tokens, seqs)
-    assert platform.throughput_scale == (2 if total >= 70 * GIB else 1)
+    assert platform.throughput_scale == (2 if total == 140 * GIB else 1)
 
 
 def test_selecting_sets_device_stream_and_precision(fake):

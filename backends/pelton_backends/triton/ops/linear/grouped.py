@@ -184,7 +184,8 @@ class GroupedMatrix:
         if num_tokens > MAX_TOKENS:
             out = multiply_decoded(x, self.dequantized, self.out_features, self.bias, self.activation)
             return out.to(out_dtype)
-        if self.on_hopper is not None and tiling is None and x.stride(0) % 16 == 0 and alignment(x) == 0:
+        is_readable = x.stride(0) >= x.shape[1] and x.stride(0) % 16 == 0 and alignment(x) == 0
+        if self.on_hopper is not None and tiling is None and is_readable:
             return self.on_hopper(x, out_dtype)
         tiling = tiling or choose_tiling(num_tokens, self.out_features, self.in_features, self.programs)
         num_tiles = triton.cdiv(self.num_columns, tiling.rows // (1 if self.activation is None else 2))

@@ -210,7 +210,6 @@ class GroupedTiling(NamedTuple):
 
 @cache
 def choose_grouped_tiling(num_tokens: int, out_features: int, in_features: int) -> GroupedTiling:
-    tokens = min(max(triton.next_power_of_2(num_tokens), 16), MOST_TOKENS)
     """Choose as measured on an H200 with Llama-3.1-8B's matrices: see docs/performance/models.md.
 
     O of 32 rows in eight parts of K 14.8 us, in four 9.2; gate and up of 64 rows with 255 registers a thread, which leave no room for a

@@ -508,7 +508,8 @@ class BoundMoe:
         out = torch.empty((self._num_held, num_rows, width), dtype=like.dtype, device=like.device)
         rows = _DECODED_ROWS if num_rows % _DECODED_ROWS == 0 else 1
         constants = {
-            "WIDTH": width, "R": rows, "BLOCK": min(triton.next_power_of_2(width), 1024), **self._packed, "PDL": self._pdl,
+            "WIDTH": width, "R": rows, "BLOCK": min(max(triton.next_power_of_2(width), packed.MX_BLOCK.value), 1024), **self._packed,
+            "PDL": self._pdl,
         }  # fmt: skip
         _decode(
             (like.dtype, like.device, alignment(weight, self._weights[f"{name}_scale"]), *constants.values()),
