@@ -74,6 +74,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     }),
+    "lfm3": ("Lfm3", {
+        "num_hidden_layers": 5, "layer_types": ["conv", "sliding_attention", "conv", "full_attention", "conv"], "sliding_window": 24,
+    }),
+    "lfm3-bare": ("Lfm3", {
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 24, "conv_bias": True,
+        "use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True, "tie_word_embeddings": False,
+    }),
     "olmo_hybrid": ("OlmoHybrid", {
         "num_key_value_heads": 4,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
@@ -97,11 +104,15 @@ BLOCKS = {
     "jamba": 11,
     "lfm2": 17,
     "lfm2_moe": 17,
+    "lfm3": 19,
+    "lfm3-bare": 17,
     "olmo_hybrid": 17,
     "kimi_linear": 11,
     "minimax": 17,
 }
 """With which three prompts of 64 tokens fit, and hardly more; others: 8."""
+WITH_WINDOWS = {"lfm3": 68, "lfm3-bare": 67}
+"""Blocks of the longest request: a window keeps as many as a chunk has, here the whole prompt."""
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 
 
@@ -178,6 +189,7 @@ def test_batched_and_again(reference: Reference) -> None:
     assert reference.min_top2_gap > 1e-4
     assert len({token for ids in reference.outputs for token in ids}) > 10
     few = BLOCKS.get(reference.family, 8) * (1 if reference.family in WITHOUT_ATTENTION else 2)
+    few = max(few, WITH_WINDOWS.get(reference.family, 0))
     with make_llm(reference.path, num_gpu_blocks_override=few) as llm:
         for _ in range(2):
             prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
@@ -194,7 +206,7 @@ def found(llm: LLM, prompts: list[list[int]], expected: list[list[int]]) -> list
 
 
 MAIN = pytest.mark.parametrize(
-    "reference", ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "kimi_linear"], indirect=True
+    "reference", ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "lfm3", "kimi_linear"], indirect=True
 )
 
 
@@ -278,7 +290,8 @@ def test_over_two_ranks(reference: Reference) -> None:
 
 # Each kind of layer; kinds that a stage lacks (both of Nemotron-H); layers that add up their sums themselves, and some that do.
 @pytest.mark.parametrize(
-    "reference", ["bamba", "qwen3_next", "nemotron_h", "nemotron_h-latent", "jamba", "lfm2", "olmo_hybrid", "minimax"], indirect=True
+    "reference", ["bamba", "qwen3_next", "nemotron_h", "nemotron_h-latent", "jamba", "lfm2", "lfm3", "olmo_hybrid", "minimax"],
+    indirect=True,
 )  # fmt: skip
 def test_in_two_stages(reference: Reference) -> None:
     check_crowded(reference, pipeline_parallel_size=2)
@@ -324,6 +337,13 @@ def _lfm2_fields(text: dict[str, Any]) -> None:
     del text["layer_types"]
 
 
+def _lfm3_fields(text: dict[str, Any]) -> None:
+    """With what is left out that the entry says."""
+    ropes = text.pop("rope_parameters")
+    assert [ropes[f"{kind}_attention"]["rope_theta"] for kind in ("sliding", "full")] == [1e4, 1e6]
+    del text["norm_eps"], text["use_sandwich_norm"], text["use_attention_gate"], text["conv_L_cache"]
+
+
 def _kimi_fields(text: dict[str, Any]) -> None:
     """Layers count from 1."""
     linear = {"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")}
@@ -343,6 +363,7 @@ def _kimi_fields(text: dict[str, Any]) -> None:
         ("qwen3_next", _qwen_fields),
         ("nemotron_h", _nemotron_pattern),
         ("lfm2", _lfm2_fields),
+        ("lfm3", _lfm3_fields),
         ("kimi_linear", _kimi_fields),
     ],
 )
@@ -358,10 +379,23 @@ def test_fields_as_released_checkpoints_have_them(tmp_path: Path, family: str, c
 
 
 @pytest.mark.parametrize(
-    ("family", "architecture"),
-    [("qwen3_5", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")],
+    ("family", "architecture", "others"),
+    [
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration", ("model.visual.patch_embed.proj", "mtp.fc")),
+        ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", ("model.visual.patch_embed.proj", "mtp.fc")),
+        ("qwen3_5", "MiniCPMV4_6ForConditionalGeneration", ("model.vision_tower.patch", "model.merger.mlp.0.linear_1")),
+        ("qwen3_5", "MiniCPMV4_7ForConditionalGeneration", ("model.vision_tower.patch", "model.merger.mlp.0.linear_1")),
+        ("qwen3_5", "MiniCPMOcrForConditionalGeneration", ("model.vision_tower.patch", "model.merger.mlp.0.linear_1")),
+        (
+            "lfm3",
+            "Lfm3VlForConditionalGeneration",
+            ("model.vision_tower.patchifier", "model.multi_modal_projector.linear_1"),
+        ),
+    ],
 )
-def test_the_text_of_qwen3_5(tmp_path: Path, family: str, architecture: str) -> None:
+def test_the_text_of_a_released_checkpoint(
+    tmp_path: Path, family: str, architecture: str, others: tuple[str, ...]
+) -> None:
     """As it is released: fields in text_config, tensors behind a prefix beside those of other parts, experts stacked."""
     path = Path(checkpoint(tmp_path, family))
     prompts = make_prompts(VOCAB_SIZE, (5, 33))
@@ -371,10 +405,34 @@ def test_the_text_of_qwen3_5(tmp_path: Path, family: str, architecture: str) -> 
         name if "language_model" in name else name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in tensors.items()
     }
-    others = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")
-    save_file({**_stacked(tensors), **{name: torch.zeros(4) for name in others}}, path / "model.safetensors")
+    rest = {f"{name}.weight": torch.zeros(4) for name in others}
+    save_file({**_stacked(tensors), **rest}, path / "model.safetensors")
     text = json.loads((path / "config.json").read_text())
     whole = {"architectures": [architecture], "model_type": family, "text_config": text, "vision_config": {"depth": 1}}
+    (path / "config.json").write_text(json.dumps(whole))
+    with make_llm(str(path)) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "architecture"),
+    [("llm_config", "NemotronH_Nano_Omni_Reasoning_V3"), ("text_config", "NemotronH_Omni_Reasoning_V3")],
+)
+def test_the_text_of_nemotron_omni(tmp_path: Path, field: str, architecture: str) -> None:
+    """With the fields' name of released checkpoints, and with that of transformers."""
+    path = Path(checkpoint(tmp_path, "nemotron_h"))
+    prompts = make_prompts(VOCAB_SIZE, (5, 33))
+    expected, _ = continuations(str(path), prompts)
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    others = (
+        "mlp1.0",
+        "vision_model.radio_model.patch",
+        "sound_encoder.encoder.norm",
+        "language_model.mtp.layers.0.norm",
+    )
+    rest = {f"{name}.weight": torch.zeros(4) for name in others}
+    save_file({**tensors, **rest}, path / "model.safetensors")
+    whole = {"architectures": [architecture], field: json.loads((path / "config.json").read_text())}
     (path / "config.json").write_text(json.dumps(whole))
     with make_llm(str(path)) as llm:
         assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
@@ -409,6 +467,7 @@ REFUSED = "|".join([
         ("nemotron_h-latent", 1),
         ("jamba", 1),
         ("lfm2_moe", 1),
+        ("lfm3", 1),
         ("kimi_linear", 1),
         ("olmo_hybrid", 1),
         ("qwen3_next", 2),
@@ -477,6 +536,7 @@ def test_what_a_state_does_not_go_with(tmp_path: Path, settings: dict[str, Any],
             {"layer_types": ["conv", "linear_attention"] * 2},
             "Layer 1 is 'linear_attention' in layer_types; this model has",
         ),
+        ("lfm3", {"attention_bias": True}, "attention_bias is True; this model has False"),
         (
             "nemotron_h",
             {"layers_block_type": ["moe", "own"]},

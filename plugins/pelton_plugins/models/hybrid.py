@@ -89,13 +89,15 @@ class MLP(nn.Module):
         merged: str | None = None,
         names: tuple[str, str] = ("gate_proj", "up_proj"),
         down: str = "down_proj",
+        post_norm: RMSNorm | None = None,
     ) -> None:
-        """merged: the checkpoint's tensor with gate and up, where it is one; names: of both, where they are two; down: of the last one."""
+        """merged: the checkpoint's tensor with gate and up, where it is one; names: of both, where they are two; down: of the last one.
+        post_norm: of the sub-layer before, where it has one."""
         super().__init__()
         hf, self.input_norm = config.hf, norm
         self.gate_up_proj = MergedGateUp(
-            hf.hidden_size, width, activation=hf.get("hidden_act", "silu"), norm=norm, bias=bias, merged=merged, names=names,
-            config=config, prefix=prefix,
+            hf.hidden_size, width, activation=hf.get("hidden_act", "silu"), norm=norm, post_norm=post_norm, bias=bias, merged=merged,
+            names=names, config=config, prefix=prefix,
         )  # fmt: skip
         self.down_proj = RowParallelLinear(width, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.{down}")
 

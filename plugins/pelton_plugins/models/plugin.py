@@ -149,6 +149,7 @@ def pelton_models() -> Sequence[ModelEntry]:
                 ("lfm2_moe", "Lfm2MoeForCausalLM", "LFM2 with experts"),
             )
         ),
+        *_LFM3,
         ModelEntry(
             name="granitemoehybrid",
             load="pelton_plugins.models.granite_hybrid:GraniteMoeHybridForCausalLM",
@@ -159,6 +160,12 @@ def pelton_models() -> Sequence[ModelEntry]:
             "nemotron_h",
             "NemotronHForCausalLM",
             "Nemotron-H, Nemotron 3: Mamba-2, attention, MLPs, experts by a pattern",
+        ),
+        ModelEntry(
+            name="nemotron_omni-text",
+            load="pelton_plugins.models.text_parts:NemotronOmni",
+            architectures=tuple(f"NemotronH_{size}Omni_Reasoning_V3" for size in ("", "Nano_", "Super_")),
+            doc="Nemotron 3 Omni: a checkpoint that reads images and sound too, of which the text is read",
         ),
         _entry("falcon_h1", "FalconH1ForCausalLM", "Falcon-H1: Mamba-2 and attention side by side in each layer"),
         ModelEntry(
@@ -246,6 +253,25 @@ _QWEN_HYBRIDS = [
         ("qwen3_5-text", "text_parts:Qwen3_5ForConditionalGeneration",
          ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
          "Qwen3.5 as it is released, with a part for images, of which the text is read"),
+        ("minicpmv-text", "text_parts:Qwen3_5ForConditionalGeneration",
+         ("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration", "MiniCPMOcrForConditionalGeneration"),
+         "MiniCPM-V 4.6 and 4.7, MiniCPM-OCR: checkpoints that read images too, of which the text is read, Qwen3.5's"),
+    )
+]  # fmt: skip
+_LFM3_DEFAULTS = (
+    ("head_dim", 128), ("sliding_window", 256), ("rope_parameters", {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    }),
+)  # fmt: skip
+_LFM3 = [
+    ModelEntry(
+        name=name, load=f"pelton_plugins.models.{load}", architectures=(load.partition(":")[2],), config_defaults=_LFM3_DEFAULTS, doc=doc,
+    )
+    for name, load, doc in (
+        ("lfm3", "lfm3:Lfm3ForCausalLM", "LFM3: short convolutions, some layers with attention, norms around each sub-layer"),
+        ("lfm3_vl-text", "text_parts:Lfm3VlForConditionalGeneration",
+         "LFM3-VL: a checkpoint that reads images too, of which the text is read"),
     )
 ]  # fmt: skip
 _HEADS = {

@@ -72,6 +72,7 @@ SIZES: dict[str, StateCase] = {
     "lightning": LightningCase(head_dim=128, num_heads=2, dtype="bfloat16"),
     "lightning-odd": LightningCase(head_dim=24, num_heads=3),
     "conv": GatedConvCase(head_dim=32, taps=3, has_bias=False),
+    "conv-long": GatedConvCase(head_dim=32, taps=7, has_bias=False),
     "conv-odd": GatedConvCase(head_dim=10, num_heads=3, taps=2, dtype="float16"),
 }
 SMALL: dict[str, StateCase] = {
