@@ -91,6 +91,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_head_dim": 16, "linear_num_heads": 4, "kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
         "v_head_dim": 20, "layer_types": MIXED, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     }),
+    "bailing_hybrid": ("BailingHybrid", {
+        "num_key_value_heads": 4, "head_dim": 16, "layer_types": MIXED, "kv_lora_rank": 48, "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16, "v_head_dim": 20, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kda_lower_bound": -2.0,
+    }),
+    "bailing_hybrid-free": ("BailingHybrid", {
+        "num_key_value_heads": 4, "head_dim": 16, "layer_group_size": 2, "kv_lora_rank": 48, "q_lora_rank": 40,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 4, "kda_safe_gate": False,
+    }),
     "minimax": ("MiniMax", {
         "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 32, "full_attn_alpha_factor": 1.3,
         "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.9, "mlp_alpha_factor": 1.1,
@@ -108,6 +118,8 @@ BLOCKS = {
     "lfm3-bare": 17,
     "olmo_hybrid": 17,
     "kimi_linear": 11,
+    "bailing_hybrid": 11,
+    "bailing_hybrid-free": 11,
     "minimax": 17,
 }
 """With which three prompts of 64 tokens fit, and hardly more; others: 8."""
@@ -356,6 +368,25 @@ def _kimi_fields(text: dict[str, Any]) -> None:
     text |= {"linear_attn_config": linear, "first_k_dense_replace": 1}
 
 
+def _bailing_fields(text: dict[str, Any]) -> None:
+    """As DeepSeek's are called, and with what is left out that the entry says."""
+    names = {
+        "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
+        "moe_renormalize": "norm_topk_prob",
+    }
+    text |= {new: text.pop(old) for old, new in names.items()}
+    text |= {"max_position_embeddings": text.pop("model_max_length"), "layer_group_size": 2}
+    del (
+        text["layer_types"],
+        text["mlp_layer_types"],
+        text["rope_parameters"],
+        text["rope_theta"],
+        text["routed_scaling_factor"],
+    )
+    del text["linear_head_dim"], text["linear_conv_kernel_dim"], text["kda_safe_gate"], text["num_shared_experts"]
+
+
 @pytest.mark.parametrize(
     ("family", "change"),
     [
@@ -365,6 +396,7 @@ def _kimi_fields(text: dict[str, Any]) -> None:
         ("lfm2", _lfm2_fields),
         ("lfm3", _lfm3_fields),
         ("kimi_linear", _kimi_fields),
+        ("bailing_hybrid", _bailing_fields),
     ],
 )
 def test_fields_as_released_checkpoints_have_them(tmp_path: Path, family: str, change: Any) -> None:
@@ -451,6 +483,11 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return rest
 
 
+OF_MODULES = {
+    "block_sparse_moe": "mlp", "self_attn.gate_proj": "self_attn.g_proj", ".attention.dense": ".self_attn.o_proj",
+    ".attention.f_proj": ".self_attn.forget_gate.f_proj", ".attention.": ".self_attn.",
+}  # fmt: skip
+"""Names in checkpoints, and of transformers' modules."""
 REFUSED = "|".join([
     r".*experts\.\d+\..*", r".*router\.layer", r".*(mlp|feed_forward|mixer|moe)\.(gate|router)", r".*shared_expert_gate", r".*kv_b_proj",
     r".*embed.*", r".*lm_head", r".*A_log",
@@ -469,6 +506,7 @@ REFUSED = "|".join([
         ("lfm2_moe", 1),
         ("lfm3", 1),
         ("kimi_linear", 1),
+        ("bailing_hybrid", 1),
         ("olmo_hybrid", 1),
         ("qwen3_next", 2),
         ("jamba", 2),
@@ -481,7 +519,9 @@ def test_adapters_of_every_matrix(tmp_path: Path, family: str, num_ranks: int) -
     for name, weight in list(weights.items()):
         if weight.dim() == 2 and not re.fullmatch(REFUSED, name.removesuffix(".weight")):
             a, b = (torch.randn(shape, generator=random) * 0.05 for shape in ((4, weight.shape[1]), (len(weight), 4)))
-            own = name.removesuffix(".weight").replace("block_sparse_moe", "mlp")  # as transformers' modules are called
+            own = name.removesuffix(".weight")
+            for old, new in OF_MODULES.items():
+                own = own.replace(old, new)
             pairs |= {f"base_model.model.{own}.lora_A.weight": a, f"base_model.model.{own}.lora_B.weight": b}
             weights[name] = weight + 2.0 * b @ a
     (tmp_path / "adapter").mkdir()
@@ -537,6 +577,8 @@ def test_what_a_state_does_not_go_with(tmp_path: Path, settings: dict[str, Any],
             "Layer 1 is 'linear_attention' in layer_types; this model has",
         ),
         ("lfm3", {"attention_bias": True}, "attention_bias is True; this model has False"),
+        ("bailing_hybrid", {"kda_lower_bound": 0.0}, "kda_lower_bound is 0.0; a decay's logarithm is below 0"),
+        ("bailing_hybrid", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; this model has 1.0"),
         (
             "nemotron_h",
             {"layers_block_type": ["moe", "own"]},

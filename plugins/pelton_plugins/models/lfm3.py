@@ -48,7 +48,7 @@ class Lfm3Attention(nn.Module):
         kv_heads = Share.copied(num_kv_heads, "num_key_value_heads", config)
         rows = {"q": heads.times(head_dim), "k": kv_heads.times(head_dim), "v": kv_heads.times(head_dim)}
         if has_gate:
-            rows["gate"] = heads
+            rows["g"] = heads
         shards = [row_shard(f"{prefix}.{name}_proj", own, size) for name, own in rows.items()]
         self.qkv_gate_proj = NormedLinear(shards, norm=norm, post_norm=post_norm, bias=bias, config=config)
         self.q_norm, self.k_norm = (_norm(config, f"{prefix}.{one}_norm", head_dim) for one in "qk")
@@ -112,7 +112,7 @@ class Lfm3ForCausalLM(StagedDecoder):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         """A gate has the released checkpoints' name, or that of transformers' module."""
-        return super().load_weights(renamed(weights, {".self_attn.g_proj.": ".self_attn.gate_proj."}))
+        return super().load_weights(renamed(weights, {".self_attn.gate_proj.": ".self_attn.g_proj."}))
 
 
 def _kind(index: int, hf: HFConfig) -> str:

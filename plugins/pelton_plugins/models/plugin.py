@@ -129,6 +129,13 @@ def pelton_models() -> Sequence[ModelEntry]:
         _entry("olmo_hybrid", "OlmoHybridForCausalLM", "OLMo Hybrid: gated delta rule, some layers as OLMo 2's"),
         _entry("kimi_linear", "KimiLinearForCausalLM", "Kimi Linear: delta rule by key, latent attention, experts"),
         ModelEntry(
+            name="bailing_hybrid",
+            load="pelton_plugins.models.bailing_hybrid:BailingHybridForCausalLM",
+            architectures=("BailingHybridForCausalLM",),
+            config_defaults=(("rope_theta", 6e6), ("n_group", 8), ("topk_group", 4), ("routed_scaling_factor", 2.5)),
+            doc="Ling 3: delta rule by key with bounded decays, latent attention with gates, experts",
+        ),
+        ModelEntry(
             name="minimax",
             load="pelton_plugins.models.minimax:MiniMaxForCausalLM",
             architectures=("MiniMaxForCausalLM",),
