@@ -101,6 +101,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "num_local_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 4, "kda_safe_gate": False,
     }),
+    "recurrent_gemma": ("RecurrentGemma", {
+        "hidden_size": 96, "lru_width": 80, "attention_window_size": 24, "block_types": ["recurrent", "attention"], "logits_soft_cap": 3.0,
+    }),
     "minimax": ("MiniMax", {
         "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 32, "full_attn_alpha_factor": 1.3,
         "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.9, "mlp_alpha_factor": 1.1,
@@ -123,7 +126,7 @@ BLOCKS = {
     "minimax": 17,
 }
 """With which three prompts of 64 tokens fit, and hardly more; others: 8."""
-WITH_WINDOWS = {"lfm3": 68, "lfm3-bare": 67}
+WITH_WINDOWS = {"lfm3": 68, "lfm3-bare": 67, "recurrent_gemma": 36}
 """Blocks of the longest request: a window keeps as many as a chunk has, here the whole prompt."""
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 
@@ -142,6 +145,9 @@ def checkpoint(folder: Path, family: str) -> str:
         name for name in tensors if name.endswith("expert_bias")
     ]:  # zeros, which would choose as nothing does
         tensors |= {name: torch.linspace(-0.3, 0.3, len(tensors[name])) for name in biases}
+        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    if rates := [name for name in tensors if name.endswith("recurrent_param")]:  # states that fade slowly, and at once
+        tensors |= {name: torch.linspace(-7.0, 0.0, len(tensors[name])) for name in rates}
         save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     return str(made)
 
@@ -218,7 +224,9 @@ def found(llm: LLM, prompts: list[list[int]], expected: list[list[int]]) -> list
 
 
 MAIN = pytest.mark.parametrize(
-    "reference", ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "lfm3", "kimi_linear"], indirect=True
+    "reference",
+    ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "lfm3", "recurrent_gemma", "kimi_linear"],
+    indirect=True,
 )
 
 
@@ -258,8 +266,9 @@ def test_what_two_prompts_begin_with_is_found_by_the_third(reference: Reference)
     with make_llm(reference.path, num_gpu_blocks_override=300) as llm:
         size = block_size_of(llm)
         numbers = [found(llm, [prompt], [ids])[0] for prompt, ids in zip(prompts, expected, strict=True)]
-    # Layers without attention keep nothing that would tell where two part.
-    assert numbers == [0, 0, 0 if reference.family in WITHOUT_ATTENTION else 130 // size * size]
+    # Layers without attention to all tokens keep nothing that would tell where two part.
+    does_not_see = reference.family in (*WITHOUT_ATTENTION, "recurrent_gemma")
+    assert numbers == [0, 0, 0 if does_not_see else 130 // size * size]
 
 
 def block_size_of(llm: LLM) -> int:
@@ -356,6 +365,12 @@ def _lfm3_fields(text: dict[str, Any]) -> None:
     del text["norm_eps"], text["use_sandwich_norm"], text["use_attention_gate"], text["conv_L_cache"]
 
 
+def _recurrent_fields(text: dict[str, Any]) -> None:
+    """A rope's fields at the outer level, and what the entry says left out."""
+    text["rope_theta"] = text.pop("rope_parameters")["rope_theta"]
+    del text["rms_norm_eps"], text["conv1d_width"], text["hidden_activation"], text["tie_word_embeddings"]
+
+
 def _kimi_fields(text: dict[str, Any]) -> None:
     """Layers count from 1."""
     linear = {"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")}
@@ -397,6 +412,7 @@ def _bailing_fields(text: dict[str, Any]) -> None:
         ("lfm3", _lfm3_fields),
         ("kimi_linear", _kimi_fields),
         ("bailing_hybrid", _bailing_fields),
+        ("recurrent_gemma", _recurrent_fields),
     ],
 )
 def test_fields_as_released_checkpoints_have_them(tmp_path: Path, family: str, change: Any) -> None:
@@ -490,7 +506,7 @@ OF_MODULES = {
 """Names in checkpoints, and of transformers' modules."""
 REFUSED = "|".join([
     r".*experts\.\d+\..*", r".*router\.layer", r".*(mlp|feed_forward|mixer|moe)\.(gate|router)", r".*shared_expert_gate", r".*kv_b_proj",
-    r".*embed.*", r".*lm_head", r".*A_log",
+    r".*embed.*", r".*lm_head", r".*A_log", r".*rg_lru.*",
 ])  # fmt: skip
 
 
@@ -507,6 +523,7 @@ REFUSED = "|".join([
         ("lfm3", 1),
         ("kimi_linear", 1),
         ("bailing_hybrid", 1),
+        ("recurrent_gemma", 1),
         ("olmo_hybrid", 1),
         ("qwen3_next", 2),
         ("jamba", 2),
@@ -577,6 +594,9 @@ def test_what_a_state_does_not_go_with(tmp_path: Path, settings: dict[str, Any],
             "Layer 1 is 'linear_attention' in layer_types; this model has",
         ),
         ("lfm3", {"attention_bias": True}, "attention_bias is True; this model has False"),
+        ("recurrent_gemma", {"block_types": ["attention", "own"]}, "Layer 1 is 'own' in block_types; this model has"),
+        ("recurrent_gemma", {"lru_width": 82}, "lru_width is 82, which num_attention_heads 4 does not divide"),
+        ("recurrent_gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'; this model has"),
         ("bailing_hybrid", {"kda_lower_bound": 0.0}, "kda_lower_bound is 0.0; a decay's logarithm is below 0"),
         ("bailing_hybrid", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; this model has 1.0"),
         (

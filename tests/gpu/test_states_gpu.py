@@ -52,11 +52,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 32}),
     "lfm3": ("Lfm3", {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "sliding_window": 24}),
+    "recurrent_gemma": ("RecurrentGemma", {
+        "block_types": ["recurrent", "attention"], "attention_window_size": 24, "lru_width": 80,
+    }),
 }  # fmt: skip
 BACKENDS = {
     "qwen3_next": "triton_delta_rule", "kimi_linear": "triton_key_delta_rule",
     "bailing_hybrid": "triton_key_delta_rule", "jamba": "triton_selective_scan",
-    "lfm2": "triton_short_conv", "lfm3": "triton_short_conv", "minimax": "triton_lightning",
+    "lfm2": "triton_short_conv", "lfm3": "triton_short_conv", "recurrent_gemma": "triton_rg_lru", "minimax": "triton_lightning",
 }  # fmt: skip
 """Others': triton_state."""
 

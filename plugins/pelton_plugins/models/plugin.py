@@ -136,6 +136,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             doc="Ling 3: delta rule by key with bounded decays, latent attention with gates, experts",
         ),
         ModelEntry(
+            name="recurrent_gemma",
+            load="pelton_plugins.models.recurrent_gemma:RecurrentGemmaForCausalLM",
+            architectures=("RecurrentGemmaForCausalLM",),
+            config_defaults=(("attention_window_size", 2048), ("partial_rotary_factor", 0.5)),
+            doc="RecurrentGemma: real-gated linear recurrent units, some layers with attention in a window",
+        ),
+        ModelEntry(
             name="minimax",
             load="pelton_plugins.models.minimax:MiniMaxForCausalLM",
             architectures=("MiniMaxForCausalLM",),
