@@ -104,6 +104,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent_gemma": ("RecurrentGemma", {
         "hidden_size": 96, "lru_width": 80, "attention_window_size": 24, "block_types": ["recurrent", "attention"], "logits_soft_cap": 3.0,
     }),
+    "lara_mini": ("LaraMini", {
+        **DELTA_NET, **EXPERTS, "sliding_window": 24,
+        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+    }),
     "minimax": ("MiniMax", {
         "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 32, "full_attn_alpha_factor": 1.3,
         "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.9, "mlp_alpha_factor": 1.1,
@@ -118,6 +122,7 @@ BLOCKS = {
     "lfm2": 17,
     "lfm2_moe": 17,
     "lfm3": 19,
+    "lara_mini": 19,
     "lfm3-bare": 17,
     "olmo_hybrid": 17,
     "kimi_linear": 11,
@@ -126,7 +131,7 @@ BLOCKS = {
     "minimax": 17,
 }
 """With which three prompts of 64 tokens fit, and hardly more; others: 8."""
-WITH_WINDOWS = {"lfm3": 68, "lfm3-bare": 67, "recurrent_gemma": 36}
+WITH_WINDOWS = {"lfm3": 68, "lfm3-bare": 67, "recurrent_gemma": 36, "lara_mini": 68}
 """Blocks of the longest request: a window keeps as many as a chunk has, here the whole prompt."""
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 

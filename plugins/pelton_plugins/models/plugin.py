@@ -143,6 +143,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             doc="RecurrentGemma: real-gated linear recurrent units, some layers with attention in a window",
         ),
         ModelEntry(
+            name="lara_mini",
+            load="pelton_plugins.models.lara_mini:LaraMiniForCausalLM",
+            architectures=("LaraMiniForCausalLM",),
+            config_defaults=(("head_dim", 128), ("sliding_window", 512)),
+            doc="Lara Mini: gated delta rule, attention in a window and to all tokens, experts",
+        ),
+        ModelEntry(
             name="minimax",
             load="pelton_plugins.models.minimax:MiniMaxForCausalLM",
             architectures=("MiniMaxForCausalLM",),
