@@ -108,6 +108,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         **DELTA_NET, **EXPERTS, "sliding_window": 24,
         "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
     }),
+    "zamba2": ("Zamba2", {
+        "head_dim": 32, "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+        "num_mem_blocks": 2, "adapter_rank": 6, "use_shared_attention_adapter": True, "use_mem_rope": True, "num_key_value_heads": 4,
+        "mamba_d_state": 24, "mamba_ngroups": 2, "chunk_size": 32, "time_step_min": 0.2,
+    }),
+    "zamba2-plain": ("Zamba2", {
+        "head_dim": 32, "layers_block_type": ["linear_attention", "hybrid"] * 2, "adapter_rank": 6, "mamba_d_state": 24,
+        "chunk_size": 32, "add_bias_linear": True, "tie_word_embeddings": False,
+    }),
     "minimax": ("MiniMax", {
         "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 32, "full_attn_alpha_factor": 1.3,
         "full_attn_beta_factor": 0.8, "linear_attn_alpha_factor": 1.2, "linear_attn_beta_factor": 0.9, "mlp_alpha_factor": 1.1,
@@ -126,12 +135,14 @@ BLOCKS = {
     "lfm3-bare": 17,
     "olmo_hybrid": 17,
     "kimi_linear": 11,
+    "zamba2": 37,
+    "zamba2-plain": 11,
     "bailing_hybrid": 11,
     "bailing_hybrid-free": 11,
     "minimax": 17,
 }
 """With which three prompts of 64 tokens fit, and hardly more; others: 8."""
-WITH_WINDOWS = {"lfm3": 68, "lfm3-bare": 67, "recurrent_gemma": 36, "lara_mini": 68}
+WITH_WINDOWS = {"lfm3": 68, "lfm3-bare": 67, "recurrent_gemma": 36, "lara_mini": 68, "zamba2": 102}
 """Blocks of the longest request: a window keeps as many as a chunk has, here the whole prompt."""
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 
@@ -316,7 +327,7 @@ def test_over_two_ranks(reference: Reference) -> None:
 
 # Each kind of layer; kinds that a stage lacks (both of Nemotron-H); layers that add up their sums themselves, and some that do.
 @pytest.mark.parametrize(
-    "reference", ["bamba", "qwen3_next", "nemotron_h", "nemotron_h-latent", "jamba", "lfm2", "lfm3", "olmo_hybrid", "minimax"],
+    "reference", ["bamba", "qwen3_next", "nemotron_h", "nemotron_h-latent", "jamba", "lfm2", "lfm3", "olmo_hybrid", "minimax", "zamba2"],
     indirect=True,
 )  # fmt: skip
 def test_in_two_stages(reference: Reference) -> None:
@@ -376,6 +387,18 @@ def _recurrent_fields(text: dict[str, Any]) -> None:
     del text["rms_norm_eps"], text["conv1d_width"], text["hidden_activation"], text["tie_word_embeddings"]
 
 
+def _zamba_fields(text: dict[str, Any]) -> None:
+    """Older names of layers, and what follows from other fields left out."""
+    text["layers_block_type"] = [kind.replace("linear_attention", "mamba") for kind in text["layers_block_type"]]
+    del (
+        text["rms_norm_eps"],
+        text["attention_head_dim"],
+        text["num_key_value_heads"],
+        text["tie_word_embeddings"],
+        text["hidden_act"],
+    )
+
+
 def _kimi_fields(text: dict[str, Any]) -> None:
     """Layers count from 1."""
     linear = {"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")}
@@ -417,6 +440,7 @@ def _bailing_fields(text: dict[str, Any]) -> None:
         ("lfm3", _lfm3_fields),
         ("kimi_linear", _kimi_fields),
         ("bailing_hybrid", _bailing_fields),
+        ("zamba2", _zamba_fields),
         ("recurrent_gemma", _recurrent_fields),
     ],
 )
@@ -529,6 +553,7 @@ REFUSED = "|".join([
         ("kimi_linear", 1),
         ("bailing_hybrid", 1),
         ("recurrent_gemma", 1),
+        ("zamba2", 1),
         ("olmo_hybrid", 1),
         ("qwen3_next", 2),
         ("jamba", 2),
@@ -600,6 +625,18 @@ def test_what_a_state_does_not_go_with(tmp_path: Path, settings: dict[str, Any],
         ),
         ("lfm3", {"attention_bias": True}, "attention_bias is True; this model has False"),
         ("recurrent_gemma", {"block_types": ["attention", "own"]}, "Layer 1 is 'own' in block_types; this model has"),
+        (
+            "zamba2",
+            {"layers_block_type": ["mamba"]},
+            "layers_block_type has 1 entries; expected one for each of 5 layers",
+        ),
+        (
+            "zamba2",
+            {"layers_block_type": ["mamba", "own", *["hybrid"] * 3]},
+            "layers_block_type has 'own'; this model has",
+        ),
+        ("zamba2", {"num_key_value_heads": 2}, "num_key_value_heads is 2 with use_shared_attention_adapter"),
+        ("zamba2", {"use_long_context": True}, "use_long_context is True; this model has False"),
         ("recurrent_gemma", {"lru_width": 82}, "lru_width is 82, which num_attention_heads 4 does not divide"),
         ("recurrent_gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'; this model has"),
         ("bailing_hybrid", {"kda_lower_bound": 0.0}, "kda_lower_bound is 0.0; a decay's logarithm is below 0"),

@@ -150,6 +150,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             doc="Lara Mini: gated delta rule, attention in a window and to all tokens, experts",
         ),
         ModelEntry(
+            name="zamba2",
+            load="pelton_plugins.models.zamba2:Zamba2ForCausalLM",
+            architectures=("Zamba2ForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5),),
+            doc="Zamba2: layers with a state (Mamba-2), before some of which a shared block of attention and MLP is computed",
+        ),
+        ModelEntry(
             name="minimax",
             load="pelton_plugins.models.minimax:MiniMaxForCausalLM",
             architectures=("MiniMaxForCausalLM",),
