@@ -109,9 +109,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
     }),
     "zamba2": ("Zamba2", {
-        "head_dim": 32, "num_hidden_layers": 5, "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
-        "num_mem_blocks": 2, "adapter_rank": 6, "use_shared_attention_adapter": True, "use_mem_rope": True, "num_key_value_heads": 4,
-        "mamba_d_state": 24, "mamba_ngroups": 2, "chunk_size": 32, "time_step_min": 0.2,
+        "head_dim": 32, "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "num_mem_blocks": 2, "adapter_rank": 6,
+        "use_shared_attention_adapter": True, "use_mem_rope": True, "num_key_value_heads": 4, "mamba_d_state": 24, "mamba_ngroups": 2,
+        "chunk_size": 32, "time_step_min": 0.2, "seed": 3,
     }),
     "zamba2-plain": ("Zamba2", {
         "head_dim": 32, "layers_block_type": ["linear_attention", "hybrid"] * 2, "adapter_rank": 6, "mamba_d_state": 24,
@@ -464,6 +464,11 @@ def test_fields_as_released_checkpoints_have_them(tmp_path: Path, family: str, c
         ("qwen3_5", "MiniCPMV4_7ForConditionalGeneration", ("model.vision_tower.patch", "model.merger.mlp.0.linear_1")),
         ("qwen3_5", "MiniCPMOcrForConditionalGeneration", ("model.vision_tower.patch", "model.merger.mlp.0.linear_1")),
         (
+            "lfm2",
+            "Lfm2VlForConditionalGeneration",
+            ("model.vision_tower.patch", "model.multi_modal_projector.linear_1"),
+        ),
+        (
             "lfm3",
             "Lfm3VlForConditionalGeneration",
             ("model.vision_tower.patchifier", "model.multi_modal_projector.linear_1"),
@@ -628,11 +633,11 @@ def test_what_a_state_does_not_go_with(tmp_path: Path, settings: dict[str, Any],
         (
             "zamba2",
             {"layers_block_type": ["mamba"]},
-            "layers_block_type has 1 entries; expected one for each of 5 layers",
+            "layers_block_type has 1 entries; expected one for each of 4 layers",
         ),
         (
             "zamba2",
-            {"layers_block_type": ["mamba", "own", *["hybrid"] * 3]},
+            {"layers_block_type": ["mamba", "own", "hybrid", "hybrid"]},
             "layers_block_type has 'own'; this model has",
         ),
         ("zamba2", {"num_key_value_heads": 2}, "num_key_value_heads is 2 with use_shared_attention_adapter"),

@@ -177,6 +177,13 @@ def pelton_models() -> Sequence[ModelEntry]:
                 ("lfm2_moe", "Lfm2MoeForCausalLM", "LFM2 with experts"),
             )
         ),
+        ModelEntry(
+            name="lfm2_vl-text",
+            load="pelton_plugins.models.text_parts:Lfm2VlForConditionalGeneration",
+            architectures=("Lfm2VlForConditionalGeneration",),
+            config_defaults=(("rope_theta", 1e6),),
+            doc="LFM2-VL: a checkpoint that reads images too, of which the text is read",
+        ),
         *_LFM3,
         ModelEntry(
             name="granitemoehybrid",

@@ -13,6 +13,7 @@ from pelton.model.loading import LazyWeight
 from pelton_plugins.models.gemma3 import Gemma3ForCausalLM
 from pelton_plugins.models.gemma3n import Gemma3nForCausalLM
 from pelton_plugins.models.gemma4 import Gemma4ForCausalLM
+from pelton_plugins.models.lfm2 import Lfm2ForCausalLM
 from pelton_plugins.models.lfm3 import Lfm3ForCausalLM
 from pelton_plugins.models.mistral import MistralForCausalLM
 from pelton_plugins.models.moe import check_fields
@@ -133,6 +134,18 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         check_text(config, "qwen3_5_text", "qwen3_5_moe_text")
+        super().__init__(config=config, prefix=prefix)
+        ignore_other_parts(config, f"{prefix}model.")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_without_part(weights))
+
+
+class Lfm2VlForConditionalGeneration(Lfm2ForCausalLM):
+    """LFM2-VL."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "lfm2")
         super().__init__(config=config, prefix=prefix)
         ignore_other_parts(config, f"{prefix}model.")
 
