@@ -338,7 +338,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "decode context parallel": {"decode_context_parallel": 2},
 }
 
-STATES = ("state", "delta_rule", "key_delta_rule", "selective_scan", "short_conv", "lightning")
+STATES = ("state", "delta_rule", "key_delta_rule", "selective_scan", "short_conv", "lightning", "rg_lru")
 """And of layers with a state, the attention types."""
 ATTENTION_TYPES: dict[str, dict[str, Any]] = {
     "decoder": {}, "encoder": {}, "cross": {}, "indexer": {"head_dim": 128},
@@ -506,8 +506,9 @@ def models_page() -> str:
         "### Prefix caching of states",
         "A running state changes with every token, so requests do not share one as they share blocks of keys and values. The prefix cache "
         "keeps copies: of a prompt the state behind its last full block, which the next turn of a chat, or the same prompt, goes on from; "
-        "the state where two prompts part, when the second is computed (the third finds it; a model without attention does not see where "
-        "that is); and of an output the state behind its last full block, which the next one is written over. A request finds the longest "
+        "the state where two prompts part, when the second is computed (the third finds it; a model without attention to all "
+        "tokens does not see where that is); and of an output the state behind its last full block, which the next one is written "
+        "over. A request finds the longest "
         "prefix whose keys and values, and whose state, are there. It gets a copy of that, made on the device before its first step.",
         "Nobody holds what is kept: it lies among the free blocks until its block is needed, least recently used first. So it takes "
         "no room from a request; in a pool that is full nothing is kept, and a request that is preempted there computes its states "

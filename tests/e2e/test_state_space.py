@@ -74,6 +74,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     }),
+    "lfm3": ("Lfm3", {
+        "num_hidden_layers": 5, "layer_types": ["conv", "sliding_attention", "conv", "full_attention", "conv"], "sliding_window": 24,
+    }),
+    "lfm3-bare": ("Lfm3", {
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], "sliding_window": 24, "conv_bias": True,
+        "use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True, "tie_word_embeddings": False,
+    }),
     "olmo_hybrid": ("OlmoHybrid", {
         "num_key_value_heads": 4,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
@@ -83,6 +90,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 4,
         "linear_head_dim": 16, "linear_num_heads": 4, "kv_lora_rank": 48, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
         "v_head_dim": 20, "layer_types": MIXED, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    }),
+    "bailing_hybrid": ("BailingHybrid", {
+        "num_key_value_heads": 4, "head_dim": 16, "layer_types": MIXED, "kv_lora_rank": 48, "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16, "v_head_dim": 20, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kda_lower_bound": -2.0,
+    }),
+    "bailing_hybrid-free": ("BailingHybrid", {
+        "num_key_value_heads": 4, "head_dim": 16, "layer_group_size": 2, "kv_lora_rank": 48, "q_lora_rank": 40,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 20, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 4, "kda_safe_gate": False,
+    }),
+    "recurrent_gemma": ("RecurrentGemma", {
+        "hidden_size": 96, "lru_width": 80, "attention_window_size": 24, "block_types": ["recurrent", "attention"], "logits_soft_cap": 3.0,
+    }),
+    "lara_mini": ("LaraMini", {
+        **DELTA_NET, **EXPERTS, "sliding_window": 24,
+        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+    }),
+    "zamba2": ("Zamba2", {
+        "head_dim": 32, "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "num_mem_blocks": 2, "adapter_rank": 6,
+        "use_shared_attention_adapter": True, "use_mem_rope": True, "num_key_value_heads": 4, "mamba_d_state": 24, "mamba_ngroups": 2,
+        "chunk_size": 32, "time_step_min": 0.2, "seed": 3,
+    }),
+    "zamba2-plain": ("Zamba2", {
+        "head_dim": 32, "layers_block_type": ["linear_attention", "hybrid"] * 2, "adapter_rank": 6, "mamba_d_state": 24,
+        "chunk_size": 32, "add_bias_linear": True, "tie_word_embeddings": False,
     }),
     "minimax": ("MiniMax", {
         "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 32, "full_attn_alpha_factor": 1.3,
@@ -97,11 +130,20 @@ BLOCKS = {
     "jamba": 11,
     "lfm2": 17,
     "lfm2_moe": 17,
+    "lfm3": 19,
+    "lara_mini": 19,
+    "lfm3-bare": 17,
     "olmo_hybrid": 17,
     "kimi_linear": 11,
+    "zamba2": 37,
+    "zamba2-plain": 11,
+    "bailing_hybrid": 11,
+    "bailing_hybrid-free": 11,
     "minimax": 17,
 }
 """With which three prompts of 64 tokens fit, and hardly more; others: 8."""
+WITH_WINDOWS = {"lfm3": 68, "lfm3-bare": 67, "recurrent_gemma": 36, "lara_mini": 68, "zamba2": 102}
+"""Blocks of the longest request: a window keeps as many as a chunk has, here the whole prompt."""
 WITHOUT_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 
 
@@ -119,6 +161,9 @@ def checkpoint(folder: Path, family: str) -> str:
         name for name in tensors if name.endswith("expert_bias")
     ]:  # zeros, which would choose as nothing does
         tensors |= {name: torch.linspace(-0.3, 0.3, len(tensors[name])) for name in biases}
+        save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    if rates := [name for name in tensors if name.endswith("recurrent_param")]:  # states that fade slowly, and at once
+        tensors |= {name: torch.linspace(-7.0, 0.0, len(tensors[name])) for name in rates}
         save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     return str(made)
 
@@ -178,6 +223,7 @@ def test_batched_and_again(reference: Reference) -> None:
     assert reference.min_top2_gap > 1e-4
     assert len({token for ids in reference.outputs for token in ids}) > 10
     few = BLOCKS.get(reference.family, 8) * (1 if reference.family in WITHOUT_ATTENTION else 2)
+    few = max(few, WITH_WINDOWS.get(reference.family, 0))
     with make_llm(reference.path, num_gpu_blocks_override=few) as llm:
         for _ in range(2):
             prompts = [{"prompt_token_ids": prompt} for prompt in reference.prompts]
@@ -194,7 +240,9 @@ def found(llm: LLM, prompts: list[list[int]], expected: list[list[int]]) -> list
 
 
 MAIN = pytest.mark.parametrize(
-    "reference", ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "kimi_linear"], indirect=True
+    "reference",
+    ["bamba", "mamba2", "qwen3_next", "jamba", "lfm2", "lfm3", "recurrent_gemma", "kimi_linear"],
+    indirect=True,
 )
 
 
@@ -234,8 +282,9 @@ def test_what_two_prompts_begin_with_is_found_by_the_third(reference: Reference)
     with make_llm(reference.path, num_gpu_blocks_override=300) as llm:
         size = block_size_of(llm)
         numbers = [found(llm, [prompt], [ids])[0] for prompt, ids in zip(prompts, expected, strict=True)]
-    # Layers without attention keep nothing that would tell where two part.
-    assert numbers == [0, 0, 0 if reference.family in WITHOUT_ATTENTION else 130 // size * size]
+    # Layers without attention to all tokens keep nothing that would tell where two part.
+    does_not_see = reference.family in (*WITHOUT_ATTENTION, "recurrent_gemma")
+    assert numbers == [0, 0, 0 if does_not_see else 130 // size * size]
 
 
 def block_size_of(llm: LLM) -> int:
@@ -278,7 +327,8 @@ def test_over_two_ranks(reference: Reference) -> None:
 
 # Each kind of layer; kinds that a stage lacks (both of Nemotron-H); layers that add up their sums themselves, and some that do.
 @pytest.mark.parametrize(
-    "reference", ["bamba", "qwen3_next", "nemotron_h", "nemotron_h-latent", "jamba", "lfm2", "olmo_hybrid", "minimax"], indirect=True
+    "reference", ["bamba", "qwen3_next", "nemotron_h", "nemotron_h-latent", "jamba", "lfm2", "lfm3", "olmo_hybrid", "minimax", "zamba2"],
+    indirect=True,
 )  # fmt: skip
 def test_in_two_stages(reference: Reference) -> None:
     check_crowded(reference, pipeline_parallel_size=2)
@@ -324,6 +374,31 @@ def _lfm2_fields(text: dict[str, Any]) -> None:
     del text["layer_types"]
 
 
+def _lfm3_fields(text: dict[str, Any]) -> None:
+    """With what is left out that the entry says."""
+    ropes = text.pop("rope_parameters")
+    assert [ropes[f"{kind}_attention"]["rope_theta"] for kind in ("sliding", "full")] == [1e4, 1e6]
+    del text["norm_eps"], text["use_sandwich_norm"], text["use_attention_gate"], text["conv_L_cache"]
+
+
+def _recurrent_fields(text: dict[str, Any]) -> None:
+    """A rope's fields at the outer level, and what the entry says left out."""
+    text["rope_theta"] = text.pop("rope_parameters")["rope_theta"]
+    del text["rms_norm_eps"], text["conv1d_width"], text["hidden_activation"], text["tie_word_embeddings"]
+
+
+def _zamba_fields(text: dict[str, Any]) -> None:
+    """Older names of layers, and what follows from other fields left out."""
+    text["layers_block_type"] = [kind.replace("linear_attention", "mamba") for kind in text["layers_block_type"]]
+    del (
+        text["rms_norm_eps"],
+        text["attention_head_dim"],
+        text["num_key_value_heads"],
+        text["tie_word_embeddings"],
+        text["hidden_act"],
+    )
+
+
 def _kimi_fields(text: dict[str, Any]) -> None:
     """Layers count from 1."""
     linear = {"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")}
@@ -336,6 +411,25 @@ def _kimi_fields(text: dict[str, Any]) -> None:
     text |= {"linear_attn_config": linear, "first_k_dense_replace": 1}
 
 
+def _bailing_fields(text: dict[str, Any]) -> None:
+    """As DeepSeek's are called, and with what is left out that the entry says."""
+    names = {
+        "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
+        "moe_renormalize": "norm_topk_prob",
+    }
+    text |= {new: text.pop(old) for old, new in names.items()}
+    text |= {"max_position_embeddings": text.pop("model_max_length"), "layer_group_size": 2}
+    del (
+        text["layer_types"],
+        text["mlp_layer_types"],
+        text["rope_parameters"],
+        text["rope_theta"],
+        text["routed_scaling_factor"],
+    )
+    del text["linear_head_dim"], text["linear_conv_kernel_dim"], text["kda_safe_gate"], text["num_shared_experts"]
+
+
 @pytest.mark.parametrize(
     ("family", "change"),
     [
@@ -343,7 +437,11 @@ def _kimi_fields(text: dict[str, Any]) -> None:
         ("qwen3_next", _qwen_fields),
         ("nemotron_h", _nemotron_pattern),
         ("lfm2", _lfm2_fields),
+        ("lfm3", _lfm3_fields),
         ("kimi_linear", _kimi_fields),
+        ("bailing_hybrid", _bailing_fields),
+        ("zamba2", _zamba_fields),
+        ("recurrent_gemma", _recurrent_fields),
     ],
 )
 def test_fields_as_released_checkpoints_have_them(tmp_path: Path, family: str, change: Any) -> None:
@@ -358,10 +456,28 @@ def test_fields_as_released_checkpoints_have_them(tmp_path: Path, family: str, c
 
 
 @pytest.mark.parametrize(
-    ("family", "architecture"),
-    [("qwen3_5", "Qwen3_5ForConditionalGeneration"), ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")],
+    ("family", "architecture", "others"),
+    [
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration", ("model.visual.patch_embed.proj", "mtp.fc")),
+        ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", ("model.visual.patch_embed.proj", "mtp.fc")),
+        ("qwen3_5", "MiniCPMV4_6ForConditionalGeneration", ("model.vision_tower.patch", "model.merger.mlp.0.linear_1")),
+        ("qwen3_5", "MiniCPMV4_7ForConditionalGeneration", ("model.vision_tower.patch", "model.merger.mlp.0.linear_1")),
+        ("qwen3_5", "MiniCPMOcrForConditionalGeneration", ("model.vision_tower.patch", "model.merger.mlp.0.linear_1")),
+        (
+            "lfm2",
+            "Lfm2VlForConditionalGeneration",
+            ("model.vision_tower.patch", "model.multi_modal_projector.linear_1"),
+        ),
+        (
+            "lfm3",
+            "Lfm3VlForConditionalGeneration",
+            ("model.vision_tower.patchifier", "model.multi_modal_projector.linear_1"),
+        ),
+    ],
 )
-def test_the_text_of_qwen3_5(tmp_path: Path, family: str, architecture: str) -> None:
+def test_the_text_of_a_released_checkpoint(
+    tmp_path: Path, family: str, architecture: str, others: tuple[str, ...]
+) -> None:
     """As it is released: fields in text_config, tensors behind a prefix beside those of other parts, experts stacked."""
     path = Path(checkpoint(tmp_path, family))
     prompts = make_prompts(VOCAB_SIZE, (5, 33))
@@ -371,10 +487,34 @@ def test_the_text_of_qwen3_5(tmp_path: Path, family: str, architecture: str) -> 
         name if "language_model" in name else name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in tensors.items()
     }
-    others = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")
-    save_file({**_stacked(tensors), **{name: torch.zeros(4) for name in others}}, path / "model.safetensors")
+    rest = {f"{name}.weight": torch.zeros(4) for name in others}
+    save_file({**_stacked(tensors), **rest}, path / "model.safetensors")
     text = json.loads((path / "config.json").read_text())
     whole = {"architectures": [architecture], "model_type": family, "text_config": text, "vision_config": {"depth": 1}}
+    (path / "config.json").write_text(json.dumps(whole))
+    with make_llm(str(path)) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "architecture"),
+    [("llm_config", "NemotronH_Nano_Omni_Reasoning_V3"), ("text_config", "NemotronH_Omni_Reasoning_V3")],
+)
+def test_the_text_of_nemotron_omni(tmp_path: Path, field: str, architecture: str) -> None:
+    """With the fields' name of released checkpoints, and with that of transformers."""
+    path = Path(checkpoint(tmp_path, "nemotron_h"))
+    prompts = make_prompts(VOCAB_SIZE, (5, 33))
+    expected, _ = continuations(str(path), prompts)
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    others = (
+        "mlp1.0",
+        "vision_model.radio_model.patch",
+        "sound_encoder.encoder.norm",
+        "language_model.mtp.layers.0.norm",
+    )
+    rest = {f"{name}.weight": torch.zeros(4) for name in others}
+    save_file({**tensors, **rest}, path / "model.safetensors")
+    whole = {"architectures": [architecture], field: json.loads((path / "config.json").read_text())}
     (path / "config.json").write_text(json.dumps(whole))
     with make_llm(str(path)) as llm:
         assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
@@ -393,9 +533,14 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return rest
 
 
+OF_MODULES = {
+    "block_sparse_moe": "mlp", "self_attn.gate_proj": "self_attn.g_proj", ".attention.dense": ".self_attn.o_proj",
+    ".attention.f_proj": ".self_attn.forget_gate.f_proj", ".attention.": ".self_attn.",
+}  # fmt: skip
+"""Names in checkpoints, and of transformers' modules."""
 REFUSED = "|".join([
     r".*experts\.\d+\..*", r".*router\.layer", r".*(mlp|feed_forward|mixer|moe)\.(gate|router)", r".*shared_expert_gate", r".*kv_b_proj",
-    r".*embed.*", r".*lm_head", r".*A_log",
+    r".*embed.*", r".*lm_head", r".*A_log", r".*rg_lru.*",
 ])  # fmt: skip
 
 
@@ -409,7 +554,11 @@ REFUSED = "|".join([
         ("nemotron_h-latent", 1),
         ("jamba", 1),
         ("lfm2_moe", 1),
+        ("lfm3", 1),
         ("kimi_linear", 1),
+        ("bailing_hybrid", 1),
+        ("recurrent_gemma", 1),
+        ("zamba2", 1),
         ("olmo_hybrid", 1),
         ("qwen3_next", 2),
         ("jamba", 2),
@@ -422,7 +571,9 @@ def test_adapters_of_every_matrix(tmp_path: Path, family: str, num_ranks: int) -
     for name, weight in list(weights.items()):
         if weight.dim() == 2 and not re.fullmatch(REFUSED, name.removesuffix(".weight")):
             a, b = (torch.randn(shape, generator=random) * 0.05 for shape in ((4, weight.shape[1]), (len(weight), 4)))
-            own = name.removesuffix(".weight").replace("block_sparse_moe", "mlp")  # as transformers' modules are called
+            own = name.removesuffix(".weight")
+            for old, new in OF_MODULES.items():
+                own = own.replace(old, new)
             pairs |= {f"base_model.model.{own}.lora_A.weight": a, f"base_model.model.{own}.lora_B.weight": b}
             weights[name] = weight + 2.0 * b @ a
     (tmp_path / "adapter").mkdir()
@@ -477,6 +628,24 @@ def test_what_a_state_does_not_go_with(tmp_path: Path, settings: dict[str, Any],
             {"layer_types": ["conv", "linear_attention"] * 2},
             "Layer 1 is 'linear_attention' in layer_types; this model has",
         ),
+        ("lfm3", {"attention_bias": True}, "attention_bias is True; this model has False"),
+        ("recurrent_gemma", {"block_types": ["attention", "own"]}, "Layer 1 is 'own' in block_types; this model has"),
+        (
+            "zamba2",
+            {"layers_block_type": ["mamba"]},
+            "layers_block_type has 1 entries; expected one for each of 4 layers",
+        ),
+        (
+            "zamba2",
+            {"layers_block_type": ["mamba", "own", "hybrid", "hybrid"]},
+            "layers_block_type has 'own'; this model has",
+        ),
+        ("zamba2", {"num_key_value_heads": 2}, "num_key_value_heads is 2 with use_shared_attention_adapter"),
+        ("zamba2", {"use_long_context": True}, "use_long_context is True; this model has False"),
+        ("recurrent_gemma", {"lru_width": 82}, "lru_width is 82, which num_attention_heads 4 does not divide"),
+        ("recurrent_gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'; this model has"),
+        ("bailing_hybrid", {"kda_lower_bound": 0.0}, "kda_lower_bound is 0.0; a decay's logarithm is below 0"),
+        ("bailing_hybrid", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; this model has 1.0"),
         (
             "nemotron_h",
             {"layers_block_type": ["moe", "own"]},

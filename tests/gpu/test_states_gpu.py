@@ -40,16 +40,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_rope_head_dim": 32, "v_head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     }),
+    "bailing_hybrid": ("BailingHybrid", {
+        "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    }),
     "jamba": ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}),
     "minimax": ("MiniMax", {
         "head_dim": 64, "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 32,
         "layer_types": ["full_attention", "linear_attention"] * 2,
     }),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 32}),
+    "lfm3": ("Lfm3", {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "sliding_window": 24}),
+    "recurrent_gemma": ("RecurrentGemma", {
+        "block_types": ["recurrent", "attention"], "attention_window_size": 24, "lru_width": 80,
+    }),
 }  # fmt: skip
 BACKENDS = {
-    "qwen3_next": "triton_delta_rule", "kimi_linear": "triton_key_delta_rule", "jamba": "triton_selective_scan",
-    "lfm2": "triton_short_conv", "minimax": "triton_lightning",
+    "qwen3_next": "triton_delta_rule", "kimi_linear": "triton_key_delta_rule",
+    "bailing_hybrid": "triton_key_delta_rule", "jamba": "triton_selective_scan",
+    "lfm2": "triton_short_conv", "lfm3": "triton_short_conv", "recurrent_gemma": "triton_rg_lru", "minimax": "triton_lightning",
 }  # fmt: skip
 """Others': triton_state."""
 

@@ -36,7 +36,16 @@ from pelton_moe_case import moe_case
 from pelton_quick_compiler import quicken
 from pelton_sass import INSTRUCTION, unwritten
 from pelton_stages import NO_CODE, digest_of_stages, stages_of
-from pelton_states import DeltaCase, GatedConvCase, KeyDeltaCase, LightningCase, ScanCase, StateCase, make_layer
+from pelton_states import (
+    DeltaCase,
+    GatedConvCase,
+    KeyDeltaCase,
+    LightningCase,
+    RgLruCase,
+    ScanCase,
+    StateCase,
+    make_layer,
+)
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -116,6 +125,7 @@ from pelton_backends.triton.states.backend import StateMetadata
 from pelton_backends.triton.states.delta_rule import DeltaRule, KeyDeltaRule
 from pelton_backends.triton.states.gated_conv import GatedConv
 from pelton_backends.triton.states.lightning import Lightning
+from pelton_backends.triton.states.rg_lru import RgLru
 from pelton_backends.triton.states.selective_scan import SelectiveScan
 from pelton_backends.triton.states.state_space import StateSpace
 from pelton_platforms.device.steps.batch_state import BatchState
@@ -336,6 +346,7 @@ class Attention:
 
     def other_states(self) -> None:
         self._with_states(ScanCase(head_dim=256, state_size=16, dtype=self.dtype), SelectiveScan)
+        self._with_states(RgLruCase(head_dim=256, dtype=self.dtype), RgLru)
         self._with_states(GatedConvCase(head_dim=256, taps=3, dtype=self.dtype), GatedConv)
         self._with_states(LightningCase(head_dim=128, dtype=self.dtype), Lightning)
 

@@ -117,6 +117,7 @@ ODD: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dory": {"num_hidden_layers": 6, "layer_types": LEFT},
     "olmo_hybrid": {"linear_num_value_heads": 2},  # transformers saves its convolutions in thirds, whatever their sizes
+    "zamba2": {"attention_hidden_size": LEFT},
     "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh", "local"]},
     "dots3_note_text": {"num_key_value_heads": 4},

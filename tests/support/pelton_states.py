@@ -176,6 +176,40 @@ class ScanCase(StateCase):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RgLruCase(StateCase):
+    """The same of a real-gated linear recurrent unit: `num_heads` times `head_dim` numbers, each with a state of one."""
+
+    attention_type: ClassVar[str] = "rg_lru"
+    state_size: int = 1
+
+    @property
+    def width(self) -> int:
+        return self.inner
+
+    @property
+    def columns(self) -> int:
+        """Columns of the product: x, gate."""
+        return 2 * self.inner
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.inner,)
+
+    def parts(self, made: Any, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        decay, given = made.gated(convolved(made, rows[:, : self.inner], is_activated=False).float())
+        is_first = torch.arange(len(rows), device=rows.device) == 0
+        yield from zip(decay.double(), given.double(), is_first, strict=True)
+
+    def token(
+        self, made: Any, state: torch.Tensor, parts: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        decay, given, is_first = parts
+        factor = 1.0 if is_first else (-torch.expm1(2 * decay)).sqrt()
+        state = torch.exp(decay) * state + factor * given
+        return state, state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedConvCase(StateCase):
     """The same of a short convolution between two gates."""
 
@@ -262,6 +296,8 @@ def make_layer(case: StateCase, device: Any = "cpu") -> Any:
     )  # fmt: skip
     if isinstance(case, ScanCase):
         _select(made, case, device)
+    if isinstance(case, RgLruCase):
+        _gate(made, case, device)
     return made
 
 
@@ -276,6 +312,18 @@ def _select(made: Any, case: ScanCase, device: Any) -> None:
         return F.softplus(x - 1.0), x @ weight[0].t(), x @ weight[1].t()
 
     made.selected = selected
+
+
+def _gate(made: Any, case: RgLruCase, device: Any) -> None:
+    """Give it decays of a token's numbers, some of which fade slowly and some at once."""
+    rates = torch.logspace(-2, 1, case.inner, device=device)
+
+    def gated(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not x.isnan().any(), "padding is read too"
+        x = x.float()
+        return -rates * torch.sigmoid(x), 0.5 * x
+
+    made.gated = gated
 
 
 def convolved(made: Any, rows: torch.Tensor, *, is_activated: bool = True) -> torch.Tensor:

@@ -41,6 +41,7 @@ WITH_STATES = {
         "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "attn_layer_indices": [1, 3],
     }),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 32, "conv_bias": True}),
+    "lfm3": ("Lfm3", {"layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "sliding_window": 24}),
     "qwen3_next": ("Qwen3Next", {
         "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
         "linear_value_head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,

@@ -107,6 +107,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": ("Jamba", {"num_hidden_layers": 8, "num_experts": 4}),
     "qwen3_next": ("Qwen3Next", {"num_experts": 64}),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),
+    "lfm3": ("Lfm3", {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]}),
     "minimax": ("MiniMax", {"num_local_experts": 8, "intermediate_size": 3584}),
     "olmo_hybrid": ("OlmoHybrid", {}),
 }  # fmt: skip

@@ -19,6 +19,7 @@ _STATES = (
     ),
     ("selective_scan", "selective_scan:SelectiveScanBackend", "states of Mamba's layers"),
     ("lightning", "lightning:LightningBackend", "states of lightning attention (MiniMax-Text-01)"),
+    ("rg_lru", "rg_lru:RgLruBackend", "states of real-gated linear recurrent units (RecurrentGemma)"),
     ("short_conv", "short_conv:ShortConvBackend", "short convolutions between gates"),
 )
 """Layers with states: name, class, what it computes."""

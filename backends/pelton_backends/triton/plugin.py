@@ -64,6 +64,7 @@ _STATES = (
     ("triton_key_delta_rule", "TritonKeyDeltaRuleBackend", "states of layers whose keys' numbers each have a decay"),
     ("triton_selective_scan", "TritonSelectiveScanBackend", "states of Mamba's layers"),
     ("triton_lightning", "TritonLightningBackend", "states of layers with lightning attention"),
+    ("triton_rg_lru", "TritonRgLruBackend", "states of real-gated linear recurrent units"),
     ("triton_short_conv", "TritonShortConvBackend", "short convolutions between gates"),
 )
 """Layers with states: name, class, what it computes."""

@@ -99,7 +99,7 @@ def rope_parameters(
         raise ConfigError(
             f"rope_type is {rope_type!r}; this version has {', '.join(SCALINGS)}. Use another checkpoint."
         )
-    max_positions = int(hf.get("max_position_embeddings", 2048))
+    max_positions = int(hf.get("max_position_embeddings", hf.get("model_max_length", 2048)))
     # Phi-style checkpoints keep the length of pretraining outside, and it wins there.
     original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     original = int(original or max_positions)

@@ -132,7 +132,7 @@ def text_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
     whether the head is the embedding, holds for the text model too, and an override of a text field may be given at either level.
     """
     merged = merge(raw, overrides)
-    nested = merged.get("text_config")
+    nested = merged.get("text_config", merged.get("llm_config"))  # Nemotron 3 Omni's name
     if not isinstance(nested, dict):
         return merged
     outer = {key: value for key, value in merged.items() if not key.endswith("_config") or key == "quantization_config"}

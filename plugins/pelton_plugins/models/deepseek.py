@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
@@ -45,8 +46,10 @@ class MLAAttention(nn.Module):
         prefix: str,
         rope: Rope | None = None,
         has_indexer: bool = True,
+        gate: str | None = None,
     ) -> None:
-        """rope: config.json's when None. has_indexer: with a choice, whether it is made here; else in a layer before."""
+        """rope: config.json's when None. has_indexer: with a choice, whether it is made here; else in a layer before. gate: the
+        checkpoint's name of a matrix that makes a gate for each head of the output, without a choice."""
         super().__init__()
         hf = config.hf
         hidden_size, num_heads, query_rank = hf.hidden_size, hf.num_attention_heads, hf.get("q_lora_rank")
@@ -67,10 +70,11 @@ class MLAAttention(nn.Module):
         else:
             query = head_shard(f"{prefix}.q_proj", num_heads, head_dim, hidden_size, config)
         self.has_query_latent = bool(query_rank)
+        gates = [head_shard(f"{prefix}.{gate}", num_heads, 1, hidden_size, config)] if gate else []
         rope = rope or get_rope(config, rope_dim)
         self.indexer: Indexer | None = None
         if choice is None or not has_indexer:
-            self.down: Any = NormedLinear([query, latent], norm=norm, bias=bias, config=config)
+            self.down: Any = NormedLinear([query, latent, *gates], norm=norm, bias=bias, config=config)
             if choice is not None:  # what a checkpoint may have here all the same
                 config.weights.ignore(rf"{re.escape(prefix)}\.indexer\..*")
         else:
@@ -99,13 +103,17 @@ class MLAAttention(nn.Module):
         else:
             hidden, residual = self.add_norm(hidden, residual)
             product = self.down(hidden)
-        query, latent = product.split(self.down.sizes, dim=-1)
+        query, latent, *gates = product.split(self.down.sizes, dim=-1)
         if self.has_query_latent:
             query_latent = self.q_a_layernorm(query)
             if self.indexer is not None:
                 self.indexer(hidden, query_latent, batch)
             query = self.q_b_proj(query_latent)
-        return self.o_proj(self.attn(query, latent, batch)), residual
+        attended = self.attn(query, latent, batch)
+        for gate in gates:
+            of_heads = attended.unflatten(1, (gate.shape[1], -1))
+            attended = (of_heads * torch.sigmoid(gate.float())[..., None].to(attended.dtype)).flatten(1)
+        return self.o_proj(attended), residual
 
 
 class DeepseekDecoderLayer(nn.Module):

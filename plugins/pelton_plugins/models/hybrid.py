@@ -53,8 +53,11 @@ class Attention(nn.Module):
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         output: str = "o_proj",
+        output_bias: bool | None = None,
+        sliding_window: int | None = None,
     ) -> None:
-        """output: the checkpoint's name of the last product. scale: as in `AttentionLayer`."""
+        """output: the checkpoint's name of the last product; output_bias: as of the first when None. scale, sliding_window: as in
+        `AttentionLayer`."""
         super().__init__()
         self.input_norm, self.q_norm, self.k_norm = norm, q_norm, k_norm
         size, num_heads = config.hf.hidden_size, config.hf.num_attention_heads
@@ -63,11 +66,15 @@ class Attention(nn.Module):
             size, num_heads, num_kv_heads, head_dim, norm=norm, bias=bias, config=config, prefix=prefix
         )
         self.attn = AttentionLayer(
-            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, rope=rope, scale=scale, q_norm=q_norm,
-            k_norm=k_norm, config=config, prefix=f"{prefix}.attn",
+            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, rope=rope, scale=scale,
+            sliding_window=sliding_window, q_norm=q_norm, k_norm=k_norm, config=config, prefix=f"{prefix}.attn",
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
-            num_heads * head_dim, size, bias=bias, config=config, prefix=f"{prefix}.{output}"
+            num_heads * head_dim,
+            size,
+            bias=bias if output_bias is None else output_bias,
+            config=config,
+            prefix=f"{prefix}.{output}",
         )
 
     def forward(self, hidden: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -89,13 +96,16 @@ class MLP(nn.Module):
         merged: str | None = None,
         names: tuple[str, str] = ("gate_proj", "up_proj"),
         down: str = "down_proj",
+        post_norm: RMSNorm | None = None,
+        activation: str | None = None,
     ) -> None:
-        """merged: the checkpoint's tensor with gate and up, where it is one; names: of both, where they are two; down: of the last one."""
+        """merged: the checkpoint's tensor with gate and up, where it is one; names: of both, where they are two; down: of the last one.
+        post_norm: of the sub-layer before, where it has one. activation: config.json's hidden_act when None."""
         super().__init__()
         hf, self.input_norm = config.hf, norm
         self.gate_up_proj = MergedGateUp(
-            hf.hidden_size, width, activation=hf.get("hidden_act", "silu"), norm=norm, bias=bias, merged=merged, names=names,
-            config=config, prefix=prefix,
+            hf.hidden_size, width, activation=activation or hf.get("hidden_act", "silu"), norm=norm, post_norm=post_norm,
+            bias=bias, merged=merged, names=names, config=config, prefix=prefix,
         )  # fmt: skip
         self.down_proj = RowParallelLinear(width, hf.hidden_size, bias=bias, config=config, prefix=f"{prefix}.{down}")
 
@@ -123,7 +133,9 @@ class HybridDecoder(StagedDecoder):
             for index in self.own_layers(config, layers, total=self.num_layers(hf))
         )
         self.norm = self.make_norm(config, prefix + self.norm_name)
-        self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied)
+        self.lm_head = self.make_head(
+            config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied, soft_cap=self.soft_cap(hf)
+        )
 
     def make_layer(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
         raise NotImplementedError
@@ -140,6 +152,10 @@ class HybridDecoder(StagedDecoder):
         return bool(hf.get("tie_word_embeddings"))
 
     def embedding_scale(self, hf: HFConfig) -> float | None:
+        return None
+
+    def soft_cap(self, hf: HFConfig) -> float | None:
+        """Largest logit there can be, which they are bent to; None without one."""
         return None
 
 

@@ -31,14 +31,17 @@ class ShortConvMixer(StateLayer):
     attention_type: ClassVar[str] = "short_conv"
     state_names: ClassVar[tuple[str, ...]] = ("conv_states",)
 
-    def __init__(self, norm: RMSNorm, *, config: BuildConfig, prefix: str) -> None:
+    def __init__(
+        self, norm: RMSNorm, *, config: BuildConfig, prefix: str, post_norm: RMSNorm | None = None, taps: int = 3
+    ) -> None:
+        """post_norm: of the sub-layer before, where it has one. taps: where config.json does not say."""
         super().__init__(config=config, prefix=prefix)
         hf, size, self.input_norm = config.hf, config.hf.hidden_size, norm
         bias = bool(hf.get("conv_bias"))
         own = Share.split(size, "hidden_size", config)
         shards = shards_of(f"{prefix}.in_proj", [own] * 3, size)
-        self.in_proj = NormedLinear(shards, norm=norm, bias=bias, config=config)
-        self.make_convolution({"conv": [own]}, hf.get("conv_L_cache", 3), has_bias=bias)
+        self.in_proj = NormedLinear(shards, norm=norm, post_norm=post_norm, bias=bias, config=config)
+        self.make_convolution({"conv": [own]}, hf.get("conv_L_cache", taps), has_bias=bias)
         self.out_proj = RowParallelLinear(size, size, bias=bias, config=config, prefix=f"{prefix}.out_proj")
         self.keep(self.conv_state(), num_heads=own.count, num_groups=1, head_dim=1)
 

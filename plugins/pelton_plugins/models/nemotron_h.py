@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from torch import nn
@@ -24,7 +25,7 @@ _NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 class NemotronHForCausalLM(BackboneDecoder):
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config, prefix=prefix)
-        config.weights.ignore(r"mtp\..*")  # it predicts further tokens, and nobody reads it
+        config.weights.ignore(rf"({re.escape(prefix)})?mtp\..*")  # it predicts further tokens, and nobody reads it
 
     def make_layer(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
         kind = layer_kinds(config.hf)[index]

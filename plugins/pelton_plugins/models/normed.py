@@ -28,17 +28,19 @@ class NormedLinear(LinearModule):
         config: BuildConfig,
         bias: bool = False,
         is_summed: bool = False,
+        post_norm: RMSNorm | None = None,
     ) -> None:
-        """shards: of whole columns. is_summed: every rank has the whole sum of what it is called with."""
+        """shards: of whole columns. is_summed: every rank has the whole sum of what it is called with. post_norm: of the sub-layer before,
+        where it has one."""
         weights = config.create_weights(shards, bias=bias)
         super().__init__(weights)
         self.sizes = [shard.rows[1] - shard.rows[0] for shard in shards]
         needs = AddNormLinearNeeds(
             dtype=config.dtype_name, norm=norm.spec, linear=weights.spec,
-            tp_size=1 if is_summed else config.parallel.size,
+            tp_size=1 if is_summed else config.parallel.size, post_norm=post_norm.spec if post_norm else None,
         )  # fmt: skip
         all_reduce = None if is_summed else config.all_reduce(shards[0].num_cols)
-        tensors = AddNormLinearTensors(norm.weight, weights, None, all_reduce)
+        tensors = AddNormLinearTensors(norm.weight, weights, post_norm.weight if post_norm else None, all_reduce)
         self.add_norm_linear: AddNormLinear = config.ops.bind("add_norm_linear", needs, tensors)
         self.adapter = config.adapter_layer(shards, norm=norm, base=BaseProduct("add_norm_linear", needs, tensors))
 

@@ -129,6 +129,34 @@ def pelton_models() -> Sequence[ModelEntry]:
         _entry("olmo_hybrid", "OlmoHybridForCausalLM", "OLMo Hybrid: gated delta rule, some layers as OLMo 2's"),
         _entry("kimi_linear", "KimiLinearForCausalLM", "Kimi Linear: delta rule by key, latent attention, experts"),
         ModelEntry(
+            name="bailing_hybrid",
+            load="pelton_plugins.models.bailing_hybrid:BailingHybridForCausalLM",
+            architectures=("BailingHybridForCausalLM",),
+            config_defaults=(("rope_theta", 6e6), ("n_group", 8), ("topk_group", 4), ("routed_scaling_factor", 2.5)),
+            doc="Ling 3: delta rule by key with bounded decays, latent attention with gates, experts",
+        ),
+        ModelEntry(
+            name="recurrent_gemma",
+            load="pelton_plugins.models.recurrent_gemma:RecurrentGemmaForCausalLM",
+            architectures=("RecurrentGemmaForCausalLM",),
+            config_defaults=(("attention_window_size", 2048), ("partial_rotary_factor", 0.5)),
+            doc="RecurrentGemma: real-gated linear recurrent units, some layers with attention in a window",
+        ),
+        ModelEntry(
+            name="lara_mini",
+            load="pelton_plugins.models.lara_mini:LaraMiniForCausalLM",
+            architectures=("LaraMiniForCausalLM",),
+            config_defaults=(("head_dim", 128), ("sliding_window", 512)),
+            doc="Lara Mini: gated delta rule, attention in a window and to all tokens, experts",
+        ),
+        ModelEntry(
+            name="zamba2",
+            load="pelton_plugins.models.zamba2:Zamba2ForCausalLM",
+            architectures=("Zamba2ForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5),),
+            doc="Zamba2: layers with a state (Mamba-2), before some of which a shared block of attention and MLP is computed",
+        ),
+        ModelEntry(
             name="minimax",
             load="pelton_plugins.models.minimax:MiniMaxForCausalLM",
             architectures=("MiniMaxForCausalLM",),
@@ -150,6 +178,14 @@ def pelton_models() -> Sequence[ModelEntry]:
             )
         ),
         ModelEntry(
+            name="lfm2_vl-text",
+            load="pelton_plugins.models.text_parts:Lfm2VlForConditionalGeneration",
+            architectures=("Lfm2VlForConditionalGeneration",),
+            config_defaults=(("rope_theta", 1e6),),
+            doc="LFM2-VL: a checkpoint that reads images too, of which the text is read",
+        ),
+        *_LFM3,
+        ModelEntry(
             name="granitemoehybrid",
             load="pelton_plugins.models.granite_hybrid:GraniteMoeHybridForCausalLM",
             architectures=("GraniteMoeHybridForCausalLM",),
@@ -159,6 +195,12 @@ def pelton_models() -> Sequence[ModelEntry]:
             "nemotron_h",
             "NemotronHForCausalLM",
             "Nemotron-H, Nemotron 3: Mamba-2, attention, MLPs, experts by a pattern",
+        ),
+        ModelEntry(
+            name="nemotron_omni-text",
+            load="pelton_plugins.models.text_parts:NemotronOmni",
+            architectures=tuple(f"NemotronH_{size}Omni_Reasoning_V3" for size in ("", "Nano_", "Super_")),
+            doc="Nemotron 3 Omni: a checkpoint that reads images and sound too, of which the text is read",
         ),
         _entry("falcon_h1", "FalconH1ForCausalLM", "Falcon-H1: Mamba-2 and attention side by side in each layer"),
         ModelEntry(
@@ -246,6 +288,25 @@ _QWEN_HYBRIDS = [
         ("qwen3_5-text", "text_parts:Qwen3_5ForConditionalGeneration",
          ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
          "Qwen3.5 as it is released, with a part for images, of which the text is read"),
+        ("minicpmv-text", "text_parts:Qwen3_5ForConditionalGeneration",
+         ("MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration", "MiniCPMOcrForConditionalGeneration"),
+         "MiniCPM-V 4.6 and 4.7, MiniCPM-OCR: checkpoints that read images too, of which the text is read, Qwen3.5's"),
+    )
+]  # fmt: skip
+_LFM3_DEFAULTS = (
+    ("head_dim", 128), ("sliding_window", 256), ("rope_parameters", {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    }),
+)  # fmt: skip
+_LFM3 = [
+    ModelEntry(
+        name=name, load=f"pelton_plugins.models.{load}", architectures=(load.partition(":")[2],), config_defaults=_LFM3_DEFAULTS, doc=doc,
+    )
+    for name, load, doc in (
+        ("lfm3", "lfm3:Lfm3ForCausalLM", "LFM3: short convolutions, some layers with attention, norms around each sub-layer"),
+        ("lfm3_vl-text", "text_parts:Lfm3VlForConditionalGeneration",
+         "LFM3-VL: a checkpoint that reads images too, of which the text is read"),
     )
 ]  # fmt: skip
 _HEADS = {

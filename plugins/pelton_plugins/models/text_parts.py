@@ -13,8 +13,11 @@ from pelton.model.loading import LazyWeight
 from pelton_plugins.models.gemma3 import Gemma3ForCausalLM
 from pelton_plugins.models.gemma3n import Gemma3nForCausalLM
 from pelton_plugins.models.gemma4 import Gemma4ForCausalLM
+from pelton_plugins.models.lfm2 import Lfm2ForCausalLM
+from pelton_plugins.models.lfm3 import Lfm3ForCausalLM
 from pelton_plugins.models.mistral import MistralForCausalLM
 from pelton_plugins.models.moe import check_fields
+from pelton_plugins.models.nemotron_h import NemotronHForCausalLM
 from pelton_plugins.models.qwen2 import Qwen2ForCausalLM
 from pelton_plugins.models.qwen3 import Qwen3ForCausalLM
 from pelton_plugins.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -35,7 +38,7 @@ def check_text(config: BuildConfig, *known: str) -> None:
 
 
 def ignore_other_parts(config: BuildConfig, prefix: str) -> None:
-    names = "vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio"
+    names = "vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio|merger"
     config.weights.ignore(rf"{prefix}({names})\..*")
 
 
@@ -127,7 +130,7 @@ class Qwen3VLMoeForConditionalGeneration(Qwen3MoeForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 as it is released, dense or with experts."""
+    """Qwen3.5 as it is released, dense or with experts, and MiniCPM-V 4.6, 4.7 and MiniCPM-OCR, whose text it is."""
 
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         check_text(config, "qwen3_5_text", "qwen3_5_moe_text")
@@ -136,6 +139,42 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 
     def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
         return super().load_weights(_without_part(weights))
+
+
+class Lfm2VlForConditionalGeneration(Lfm2ForCausalLM):
+    """LFM2-VL."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "lfm2")
+        super().__init__(config=config, prefix=prefix)
+        ignore_other_parts(config, f"{prefix}model.")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_without_part(weights))
+
+
+class Lfm3VlForConditionalGeneration(Lfm3ForCausalLM):
+    """LFM3-VL."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "lfm3")
+        super().__init__(config=config, prefix=prefix)
+        ignore_other_parts(config, f"{prefix}model.")
+
+    def load_weights(self, weights: Iterable[tuple[str, LazyWeight]]) -> set[str]:
+        return super().load_weights(_without_part(weights))
+
+
+class NemotronOmni(NemotronHForCausalLM):
+    """Nemotron 3 Omni, whose text is a whole checkpoint of Nemotron-H behind a prefix."""
+
+    def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
+        check_text(config, "nemotron_h")
+        super().__init__(config=config, prefix=prefix + TEXT)
+        ignore_other_parts(config, prefix)
+        config.weights.ignore(
+            rf"{prefix}(mlp1|vision_projector|vision_final_layernorm|sound_encoder|sound_projection)\..*"
+        )
 
 
 def _part_first(weights: Iterable[tuple[str, LazyWeight]]) -> Iterator[tuple[str, LazyWeight]]:

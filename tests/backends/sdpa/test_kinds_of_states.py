@@ -18,6 +18,7 @@ from pelton.attention.interface import AttentionNeeds
 from pelton.attention.metadata import CommonMetadata
 from pelton_backends.sdpa.delta_rule import CHUNK, KEY_CHUNK, DeltaRuleBackend, KeyDeltaRuleBackend
 from pelton_backends.sdpa.lightning import LightningBackend
+from pelton_backends.sdpa.rg_lru import RgLruBackend
 from pelton_backends.sdpa.selective_scan import SelectiveScanBackend
 from pelton_backends.sdpa.short_conv import ShortConvBackend
 from pelton_backends.sdpa.state_rows import StateRows
@@ -112,6 +113,22 @@ def conv_recurrence(layer: Any, rows: Tensor) -> Tensor:
     return behind * convolved(layer, before * x)
 
 
+def unit_layer() -> Any:
+    made = SimpleNamespace(
+        conv_weight=torch.randn(E, TAPS), conv_bias=torch.randn(E), conv_states=pool(E, TAPS - 1), states=pool(E),
+    )  # fmt: skip
+    made.gated = lambda x: (-torch.sigmoid(x) * torch.linspace(0.01, 5.0, E), torch.tanh(x))
+    return made
+
+
+def unit_recurrence(layer: Any, rows: Tensor) -> Tensor:
+    decay, given = layer.gated(convolved(layer, rows[:, :E]))
+    found = [given[0]]
+    for t in range(1, len(rows)):
+        found.append(torch.exp(decay[t]) * found[-1] + (1 - torch.exp(2 * decay[t])).sqrt() * given[t])
+    return torch.stack(found)
+
+
 def lightning_layer() -> Any:
     return SimpleNamespace(num_heads=H, head_dim=P, slopes=torch.rand(H), states=pool(H, P, P))
 
@@ -144,6 +161,7 @@ KINDS = {
     "lightning": Kind(
         backend=LightningBackend, columns=4 * H * P, inner=H * P, make=lightning_layer, recurrence=lightning_recurrence
     ),
+    "rg_lru": Kind(backend=RgLruBackend, columns=2 * E, inner=E, make=unit_layer, recurrence=unit_recurrence),
     "short_conv": Kind(backend=ShortConvBackend, columns=3 * E, inner=E, make=conv_layer, recurrence=conv_recurrence),
 }  # fmt: skip
 

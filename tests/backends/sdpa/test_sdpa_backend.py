@@ -71,7 +71,7 @@ def test_is_offered_as_the_reference():
     offered = [(entry.name, entry.priority, entry.resolve()) for entry in pelton_attention_backends("cpu")]
     encoder = ("sdpa_encoder", 10, SDPAEncoderBackend)
     latents = [("sdpa_mla", 10, SDPAMLABackend), ("sdpa_sparse", 10, SDPASparseBackend)]
-    states = {"state_space", "delta_rule", "key_delta_rule", "selective_scan", "lightning", "short_conv"}
+    states = {"state_space", "delta_rule", "key_delta_rule", "selective_scan", "lightning", "rg_lru", "short_conv"}
     assert [one for one in offered if one[0] not in states] == [encoder, ("sdpa", 10, SDPABackend), *latents]
     found = {name: backend for name, priority, backend in offered if priority == 10 and issubclass(backend, StateRows)}
     assert states == set(found) and all(backend.name == name for name, backend in found.items())

@@ -140,7 +140,7 @@ def test_is_offered_on_cuda_only_and_can_be_captured_whole() -> None:
     assert [one for one in offered if not issubclass(one[2], TritonStates)] == attention
     assert {name for name, _, backend in offered if issubclass(backend, TritonStates)} == {
         f"triton_{kind}"
-        for kind in ("state", "delta_rule", "key_delta_rule", "selective_scan", "lightning", "short_conv")
+        for kind in ("state", "delta_rule", "key_delta_rule", "selective_scan", "lightning", "rg_lru", "short_conv")
     }
     assert not pelton_attention_backends("cpu")
     assert TritonBackend.graph_support is GraphSupport.ALWAYS

@@ -278,6 +278,18 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "Lfm2": ("triton_short_conv, triton", {
         "layer_types": ["conv", "full_attention"], "block_multiple_of": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
     }),
+    "Lfm3": ("triton_short_conv, triton", {
+        "num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 24,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }),
+    "BailingHybrid": ("triton_key_delta_rule, triton_mla", {
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "kv_lora_rank": 48, "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16, "v_head_dim": 20, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    }),
+    "RecurrentGemma": ("triton_rg_lru, triton", {
+        "block_types": ["recurrent", "attention"], "attention_window_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
+    }),
 }  # fmt: skip
 """By transformers' name: the backends, and fields."""
 _BOTH = CUDAGraphMode.FULL_AND_PIECEWISE

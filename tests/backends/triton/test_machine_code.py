@@ -220,8 +220,8 @@ STATES = {
         "key_delta_outputs_kernel",
     ],
     "other_states": [
-        "conv_kernel", "selective_scan_kernel", "conv_kernel", "selective_scan_kernel", "conv_kernel", "conv_kernel", "step_kernel",
-        "chunk_states_kernel", "chunk_outputs_kernel",
+        "conv_kernel", "selective_scan_kernel", "conv_kernel", "selective_scan_kernel", "conv_kernel", "rg_lru_kernel",
+        "conv_kernel", "rg_lru_kernel", "conv_kernel", "conv_kernel", "step_kernel", "chunk_states_kernel", "chunk_outputs_kernel",
     ],
 }  # fmt: skip
 ON_TENSOR_CORES = {

@@ -16,6 +16,7 @@ from pelton_states import (
     GatedConvCase,
     KeyDeltaCase,
     LightningCase,
+    RgLruCase,
     ScanCase,
     StateCase,
     check,
@@ -34,6 +35,7 @@ from pelton_backends.triton.states.backend import (
     TritonDeltaRuleBackend,
     TritonKeyDeltaRuleBackend,
     TritonLightningBackend,
+    TritonRgLruBackend,
     TritonSelectiveScanBackend,
     TritonShortConvBackend,
     TritonStates,
@@ -44,7 +46,7 @@ BACKENDS: dict[str, type[TritonStates]] = {
     kind.attention_type: kind
     for kind in (
         TritonStateSpaceBackend, TritonDeltaRuleBackend, TritonKeyDeltaRuleBackend, TritonSelectiveScanBackend,
-        TritonLightningBackend, TritonShortConvBackend,
+        TritonLightningBackend, TritonRgLruBackend, TritonShortConvBackend,
     )
 }  # fmt: skip
 SIZES: dict[str, StateCase] = {
@@ -71,7 +73,10 @@ SIZES: dict[str, StateCase] = {
     "scan-odd": ScanCase(head_dim=9, state_size=5, num_heads=3, taps=3, dtype="bfloat16"),
     "lightning": LightningCase(head_dim=128, num_heads=2, dtype="bfloat16"),
     "lightning-odd": LightningCase(head_dim=24, num_heads=3),
+    "rg-lru": RgLruCase(head_dim=32),
+    "rg-lru-odd": RgLruCase(head_dim=9, num_heads=3, taps=3, dtype="bfloat16"),
     "conv": GatedConvCase(head_dim=32, taps=3, has_bias=False),
+    "conv-long": GatedConvCase(head_dim=32, taps=7, has_bias=False),
     "conv-odd": GatedConvCase(head_dim=10, num_heads=3, taps=2, dtype="float16"),
 }
 SMALL: dict[str, StateCase] = {
@@ -80,6 +85,7 @@ SMALL: dict[str, StateCase] = {
     "key_delta_rule": KeyDeltaCase(head_dim=16, state_size=32),
     "selective_scan": ScanCase(head_dim=16, state_size=8),
     "lightning": LightningCase(head_dim=16),
+    "rg_lru": RgLruCase(head_dim=16),
     "short_conv": GatedConvCase(head_dim=16),
 }
 EAGER, CAPTURED = None, BatchDescriptor(128, 8)

@@ -21,6 +21,7 @@ MLX = {"group_size": 64, "bits": 4}
         ({"quantization_config": GPTQ}, {"quantize_config.json": {"bits": 8}}, GPTQ),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, {}, {"quant_method": "compressed-tensors"}),
         ({"text_config": {"quantization_config": GPTQ}}, {}, GPTQ),
+        ({"llm_config": {"quantization_config": GPTQ}}, {}, GPTQ),
         ({"quantization_config": {"load_in_4bit": True}}, {}, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
         ({"quantization": MLX, "quantization_config": MLX}, {}, {"quant_method": "mlx", **MLX}),
         ({"quantization": MLX}, {}, {"quant_method": "mlx", **MLX}),

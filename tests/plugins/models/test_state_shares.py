@@ -60,6 +60,25 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ungated-experts": ("NemotronHForCausalLM", 2, NEMOTRON),
     "ungated-experts-whole": ("NemotronHForCausalLM", 4, {**NEMOTRON, "ep": True}),
     "convolution": ("Lfm2ForCausalLM", 4, {**COMMON, "layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "gated-heads": ("Lfm3ForCausalLM", 4, {
+        **COMMON, "layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3, "sliding_window": 24,
+    }),
+    "key-delta-bounded": ("BailingHybridForCausalLM", 4, {
+        **COMMON, "num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+        "num_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    }),
+    "recurrent-units": ("RecurrentGemmaForCausalLM", 4, {
+        **COMMON, "block_types": ["recurrent", "attention"], "attention_window_size": 24, "lru_width": 40,
+    }),
+    "delta-one-tensor": ("LaraMiniForCausalLM", 4, {
+        **DELTA_NET, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+    }),
+    "mamba2-and-shared-blocks": ("Zamba2ForCausalLM", 4, {
+        **COMMON, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "num_key_value_heads": 4, "head_dim": 16,
+        "attention_head_dim": 16, "use_shared_attention_adapter": True, "adapter_rank": 6, "mamba_d_state": 12,
+        "add_bias_linear": True,
+    }),
     "lightning": ("MiniMaxForCausalLM", 4, {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
 

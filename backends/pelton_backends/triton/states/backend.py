@@ -14,6 +14,7 @@ from pelton_backends.triton.runtime import has_pdl
 from pelton_backends.triton.states.delta_rule import DeltaRule, KeyDeltaRule
 from pelton_backends.triton.states.gated_conv import GatedConv
 from pelton_backends.triton.states.lightning import Lightning
+from pelton_backends.triton.states.rg_lru import RgLru
 from pelton_backends.triton.states.selective_scan import SelectiveScan
 from pelton_backends.triton.states.state_space import StateSpace
 
@@ -111,6 +112,12 @@ class TritonLightningBackend(TritonStates):
     name: ClassVar[str] = "triton_lightning"
     attention_type: ClassVar[str] = "lightning"
     computes: ClassVar[Computes] = Lightning
+
+
+class TritonRgLruBackend(TritonStates):
+    name: ClassVar[str] = "triton_rg_lru"
+    attention_type: ClassVar[str] = "rg_lru"
+    computes: ClassVar[Computes] = RgLru
 
 
 class TritonShortConvBackend(TritonStates):

@@ -54,7 +54,7 @@ def conv_kernel(
     projected, weight, bias, conv_states, convolved, query_start_loc, seq_lens, block_table, first_row, num_reqs,
     stride_projected, stride_block, stride_table,
     WIDTH: tl.constexpr, TAPS: tl.constexpr, PLACES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-    GATED: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for TOKENS tokens of a row and CHANNELS channels. PLACES: TAPS - 1, to a power of two. With GATED a line of `projected`
     has two gates and x, and the pointer is that of x."""
@@ -93,7 +93,7 @@ def conv_kernel(
     if GATED:
         behind = own[None, :] - WIDTH + local.to(tl.int64)[:, None] * stride_projected
         mixed *= tl.load(behind, is_token[:, None] & is_channel[None, :], 0.0).to(tl.float32)
-    else:
+    elif ACTIVATED:
         mixed = mixed / (1.0 + tl.exp(-mixed))
     to = convolved + (start + local).to(tl.int64)[:, None] * WIDTH + channel[None, :]
     tl.store(to, mixed.to(convolved.dtype.element_ty), is_token[:, None] & is_channel[None, :])
@@ -105,7 +105,7 @@ _launch = Launcher(conv_kernel)
 class ShortConv:
     """`convolved[t] = silu(bias + sum_k weight[:, k] x[t - K + 1 + k])`, x the tokens of t's row: those of the step, and before them
     the K - 1 that the row's block has, zeros where the row begins. is_gated: x is the last third of `projected` times the first, and
-    what is convolved is multiplied by the second, in place of the activation.
+    what is convolved is multiplied by the second, in place of the activation. is_activated: whether there is the activation.
 
     T tokens, W channels, K taps, P blocks, R rows, B blocks of the widest table
       projected        [T, W], with is_gated [T, 3 W]; a float dtype; strides (any, 1)
@@ -118,7 +118,14 @@ class ShortConv:
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, conv_states: Tensor, *, is_gated: bool = False, pdl: bool
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        conv_states: Tensor,
+        *,
+        is_gated: bool = False,
+        is_activated: bool = True,
+        pdl: bool,
     ) -> None:
         self._width, self._taps = weight.shape
         assert conv_states.stride()[1:] == (self._taps - 1, 1) and weight.is_contiguous(), "channels lie side by side"
@@ -126,7 +133,7 @@ class ShortConv:
         self._tensors, self._is_gated = (weight, bias, conv_states), is_gated
         self._constants = {
             "WIDTH": self._width, "TAPS": self._taps, "PLACES": triton.next_power_of_2(max(self._taps - 1, 1)),
-            "GATED": is_gated, "PDL": pdl,
+            "GATED": is_gated, "ACTIVATED": is_activated, "PDL": pdl,
         }  # fmt: skip
         self._key = (
             weight.dtype, bias is not None and bias.dtype, conv_states.dtype, conv_states.stride(0), weight.device.index,

@@ -24,7 +24,7 @@ def with_quantization(config: Mapping[str, Any], folder: Path) -> dict[str, Any]
 
 
 def _found(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    nested = config.get("text_config") or {}
+    nested = config.get("text_config") or config.get("llm_config") or {}
     stated = config.get(FIELD) or config.get("compression_config") or nested.get(FIELD) or config.get(MLX_FIELD)
     if isinstance(stated, dict) and stated:
         return {METHOD: _method(config, stated), **stated}
