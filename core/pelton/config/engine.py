@@ -97,6 +97,7 @@ _FLAT = {*FIELD_HOME, *(section + _CONFIG_SUFFIX for section in SECTIONS), "plug
 _EXAMPLES = {
     "show_hidden_metrics_for_version": "0.1",
     "pooling_type": "mean",
+    "performance_mode": "balanced",
     "data_parallel_size_local": 1,
     "data_parallel_address": "10.0.0.1",
 }
