@@ -18,7 +18,10 @@ from pelton_plugins.models import experts
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 
 E4M3 = torch.float8_e4m3fn
-QUANTIZED = ("_proj.weight", "_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight")
+QUANTIZED = (
+    "_proj.weight", "_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight",
+    *(f".{name}.weight" for name in ("wq", "wkv_b", "wo", "w1", "w2", "w3")),  # Mistral Large 4's
+)  # fmt: skip
 BLOCK = [24, 16]  # of which the rows divide no matrix here
 
 
@@ -59,6 +62,7 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
     "family, kind",
     [
         ("qwen3_moe", "block"), ("deepseek_v3_moe", "block"), ("deepseek_v32", "block"), ("glm_moe_dsa", "block"), ("llama", "block"),
+        ("mistral_large4", "block"),
         ("qwen3_moe", "channel"), ("qwen3_moe", "tensor"),
     ],
 )  # fmt: skip

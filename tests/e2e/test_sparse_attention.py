@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+from pelton_plugins.models.mistral_large4 import own_names
 
 NUM_TOKENS = 17
 LENGTHS = (3, 17, 40, 90, 200)
@@ -125,6 +126,103 @@ def _changed(reference: Reference, tmp_path: Path, fields: dict[str, Any]) -> Pa
     new = {name: value for name, value in {**old, **fields}.items() if value is not None or name not in fields}
     (path / "config.json").write_text(json.dumps(new))
     return path
+
+
+@pytest.fixture
+def mistral(made: Callable[[str], Reference]) -> Reference:
+    found = made("mistral_large4")
+    assert found.min_top2_gap > 1e-4
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"tensor_parallel_size": 2, "max_num_batched_tokens": 48}, id="tensor-parallel"),
+        pytest.param({"pipeline_parallel_size": 2, "pipeline_layer_partition": [4, 1]}, id="stages"),
+    ],
+)
+def test_mistral_over_ranks(mistral: Reference, settings: dict[str, Any]) -> None:
+    with make_llm(mistral.path, **settings) as llm:
+        assert generate(llm, mistral.prompts, greedy(NUM_TOKENS)) == mistral.outputs
+
+
+def test_mistral_by_the_names_of_transformers(mistral: Reference, tmp_path: Path) -> None:
+    """The tiny checkpoint has those of a released one."""
+    path = _changed(mistral, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    assert "layers.2.attention.wkv_b.weight" in tensors
+    own = {}
+    for name, weight in tensors.items():
+        ((name, _),) = own_names([(name, weight)])  # type: ignore[list-item]
+        own[name.replace("model.", "model.language_model.", 1)] = weight.clone()
+    save_file(stacked(own), path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, mistral.prompts, greedy(NUM_TOKENS)) == mistral.outputs
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"kv_source_layers": [0, 1, 0, 1, 0]}, id="latents-of-another-layer"),
+        pytest.param({"topk_group": 1}, id="groups"),
+    ],
+)
+def test_what_mistral_has_else_than_deepseek_counts(mistral: Reference, fields: dict[str, Any], tmp_path: Path) -> None:
+    path = _changed(mistral, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    if "kv_source_layers" in fields:
+        unread = {f"layers.4.attention.{name}.weight" for name in ("wkv_a_with_mqa", "kv_a_norm")}
+        assert unread <= set(tensors)
+        save_file({name: t for name, t in tensors.items() if name not in unread}, path / "model.safetensors")
+    with make_llm(str(path), hf_overrides=fields) as llm:
+        found = generate(llm, mistral.prompts[1:], greedy(NUM_TOKENS))
+    assert found != mistral.outputs[1:]
+
+
+@pytest.mark.parametrize(
+    "name", ["lerope.alpha", "ssmax_scaling.s", "indexer.ssmax_scaling.b", "indexer.q_input_norm.bias"]
+)
+def test_what_mistral_has_learned_counts(mistral: Reference, name: str, tmp_path: Path) -> None:
+    path = _changed(mistral, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    changed = {one: t + 0.7 if one.endswith(name) else t for one, t in tensors.items()}
+    save_file(changed, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, mistral.prompts[1:], greedy(NUM_TOKENS)) != mistral.outputs[1:]
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        pytest.param(
+            {"hf_overrides": {"attention_bias": True}}, "attention_bias is True; this model has False", id="bias"
+        ),
+        pytest.param(
+            {"hf_overrides": {"kv_source_layers": [0, 1, 1, 1, 4]}},
+            "kv_source_layers has 1 for layer 2; .* turns its keys, here none",
+            id="source-without-rope",
+        ),
+        pytest.param(
+            {"hf_overrides": {"rope_parameters": {"rope_type": "dynamic"}}},
+            "rope_type is 'dynamic', whose frequencies change with the length",
+            id="rope",
+        ),
+        pytest.param(
+            {"pipeline_parallel_size": 2, "pipeline_layer_partition": [2, 3]},
+            "Layer 2 reads the latents of layer 0 .*which another pipeline stage has",
+            id="stages",
+        ),
+        pytest.param(
+            {"hf_overrides": {"text_config": {"model_type": "mistral"}}},
+            "text_config has model_type 'mistral'",
+            id="text",
+        ),
+    ],
+)
+def test_what_is_refused_of_mistral(mistral: Reference, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_llm(mistral.path, **settings)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 48])

@@ -63,6 +63,7 @@ CASES: dict[str, SparseCase] = {
     "one-token-chosen": SparseCase(top_k=1),
     "more-than-there-are": SparseCase(top_k=200),
     "odd-sizes": SparseCase(top_k=11, latent_dim=40, rope_dim=8, index_heads=3, index_dim=24),
+    "nothing-turns": SparseCase(rope_dim=0),
     "many-heads": SparseCase(rows=((1, 40), (3, 9)), num_heads=20, index_heads=20),
     "blocks-of-seven": SparseCase(block_size=7),
     "long-row": SparseCase(rows=((1, 1200), (2, 300)), top_k=70),
@@ -159,7 +160,7 @@ class SparseStep:
     def attend(self, key: BatchDescriptor | None = None) -> Tensor:
         if key is not None:
             self.backend.reserve(key)
-        output = self.query[..., : self.case.latent_dim].contiguous().fill_(float("nan"))
+        output = torch.full_like(self.query[..., : self.case.latent_dim], float("nan")).contiguous()
         self.backend.bind(self.layer)(self.query, self.backend.build(self.common, key), output)
         return output[: self.num_tokens]
 

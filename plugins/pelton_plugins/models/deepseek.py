@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ class MLAAttention(nn.Module):
         )
         self.attn = MLALayer(
             self.up.by_head, latent_dim=hf.kv_lora_rank, rope_dim=rope_dim, nope_dim=nope_dim, value_dim=value_dim,
-            kv_norm=self.kv_a_layernorm, rope=rope, scale=head_dim**-0.5 * _scale_of(rope) ** 2,
+            kv_norm=self.kv_a_layernorm, rope=rope, scale=head_dim**-0.5 * scale_of(rope) ** 2,
             is_interleaved=bool(hf.get("rope_interleave", True)), config=config, prefix=f"{prefix}.attn",
             chosen=None if choice is None else choice.tokens,
         )  # fmt: skip
@@ -115,14 +115,11 @@ class DeepseekDecoderLayer(nn.Module):
         super().__init__()
         hf, mlp, has_experts = config.hf, f"{prefix}.mlp", _has_experts(config.hf, index)
         self.input_layernorm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}.input_layernorm")
-        self.self_attn = MLAAttention(
-            self.input_layernorm, choice=choice, has_indexer=choice is not None and index in choice.indexers,
-            config=config, prefix=f"{prefix}.self_attn",
-        )  # fmt: skip
+        self.self_attn = self.make_attention(index, choice, config, f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(
             hf.hidden_size, config=config, prefix=f"{prefix}.post_attention_layernorm"
         )
-        self.experts = self._make_experts(config, mlp) if has_experts else None
+        self.experts = self.make_experts(config, mlp) if has_experts else None
         if has_experts:
             return
         bias = bool(hf.get("mlp_bias"))
@@ -142,7 +139,14 @@ class DeepseekDecoderLayer(nn.Module):
         activated, residual = self.gate_up_proj(hidden, residual)
         return self.down_proj(activated), residual
 
-    def _make_experts(self, config: BuildConfig, prefix: str) -> SparseMoe:
+    def make_attention(self, index: int, choice: Choice | None, config: BuildConfig, prefix: str) -> nn.Module:
+        """Make what is called as `(hidden, residual, batch)`, and reads `input_layernorm`."""
+        return MLAAttention(
+            self.input_layernorm, choice=choice, has_indexer=choice is not None and index in choice.indexers,
+            config=config, prefix=prefix,
+        )  # fmt: skip
+
+    def make_experts(self, config: BuildConfig, prefix: str) -> SparseMoe:
         hf = config.hf
         return SparseMoe(
             hf.hidden_size, hf.moe_intermediate_size, routing=_routing(config), activation=hf.get("hidden_act", "silu"),
@@ -166,6 +170,8 @@ def _routing(config: BuildConfig) -> RoutingSpec:
 
 
 class DeepseekForCausalLM(StagedDecoder):
+    layer_class: ClassVar[type[DeepseekDecoderLayer]] = DeepseekDecoderLayer
+
     def __init__(self, *, config: BuildConfig, prefix: str = "") -> None:
         super().__init__(config=config)
         hf = config.hf
@@ -174,11 +180,13 @@ class DeepseekForCausalLM(StagedDecoder):
         is_tied = bool(hf.get("tie_word_embeddings"))
         self.embed_tokens = self.make_embedding(config, f"{prefix}model.embed_tokens", is_tied=is_tied)
         self.layers = nn.ModuleList(
-            DeepseekDecoderLayer(index, choice=choice, config=config, prefix=f"{prefix}model.layers.{index}")
+            self.layer_class(index, choice=choice, config=config, prefix=f"{prefix}model.layers.{index}")
             for index in layers
         )
         self.norm = RMSNorm(hf.hidden_size, config=config, prefix=f"{prefix}model.norm")
-        self.lm_head = self.make_head(config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied)
+        self.lm_head = self.make_head(
+            config, f"{prefix}lm_head", norm=self.norm, is_tied=is_tied, soft_cap=hf.get("final_logit_softcapping")
+        )
 
     def make_choice(self, config: BuildConfig, layers: range) -> Choice | None:
         """Return where indexers of this stage's layers leave their choice; None where each token attends to all before it."""
@@ -200,7 +208,7 @@ def _has_experts(hf: HFConfig, index: int) -> bool:
     return bool(hf.get("n_routed_experts")) and index >= hf.get("first_k_dense_replace", 0)
 
 
-def _scale_of(rope: Rope) -> float:
+def scale_of(rope: Rope) -> float:
     """Yarn's, once for the query and once for the key; 1 without it. Peng et al., YaRN (arXiv:2309.00071), section 3.4."""
     parameters = rope.parameters
     if parameters.rope_type == "default" or not parameters.mscale_all_dim or parameters.factor <= 1:

@@ -40,11 +40,11 @@ class Choice:
     """A step's choice, which a layer's indexer makes, and its attention and that of layers without one read. One for all layers, at
     fixed addresses."""
 
-    def __init__(self, config: BuildConfig, layers: range) -> None:
-        """layers: those of this stage. Raises `ConfigError` for a query without a latent, where ranks share a cache token by token,
-        and where the first layer has no indexer."""
+    def __init__(self, config: BuildConfig, layers: range, *, reads_query_latent: bool = True) -> None:
+        """layers: those of this stage. reads_query_latent: indexers do, and not what the attention reads. Raises `ConfigError` for a
+        query without a latent then, where ranks share a cache token by token, and where the first layer has no indexer."""
         hf, context = config.hf, config.parallel.context
-        if not hf.get("q_lora_rank"):
+        if reads_query_latent and not hf.get("q_lora_rank"):
             raise ConfigError(
                 f"q_lora_rank is {hf.get('q_lora_rank')}, and this model's indexer reads the query's latent. Give config.json its "
                 "size, such as 1536."
@@ -91,9 +91,13 @@ class Indexer(nn.Module):
     backend: AttentionBackend
     attend: BoundAttention
 
-    def __init__(self, choice: Choice, *, rope: Rope, config: BuildConfig, prefix: str) -> None:
+    def __init__(
+        self, choice: Choice, *, rope: Rope | None, config: BuildConfig, prefix: str, query_size: int | None = None
+    ) -> None:
+        """query_size: of what the queries are made of; `q_lora_rank` when None."""
         super().__init__()
         hf = config.hf
+        query_size = hf.q_lora_rank if query_size is None else query_size
         self.layer_name = prefix
         self.shares: str | None = None
         self.num_heads, self.head_dim = hf.index_n_heads, hf.index_head_dim
@@ -103,7 +107,7 @@ class Indexer(nn.Module):
         self.choice, self.weights, self.rope = choice, choice.weights, rope
         self.is_interleaved = bool(hf.get("indexer_rope_interleave"))
         self.wq_b = ShardLinear(
-            whole_shard(f"{prefix}.wq_b", self.num_heads * self.head_dim, hf.q_lora_rank), config=config
+            whole_shard(f"{prefix}.wq_b", self.num_heads * self.head_dim, query_size), config=config
         )
         self.wk = ShardLinear(whole_shard(f"{prefix}.wk", self.head_dim, hf.hidden_size), config=config)
         self.k_norm = LayerNorm(self.head_dim, config=config, prefix=f"{prefix}.k_norm", eps=_KEY_NORM_EPS)
@@ -130,24 +134,28 @@ class Indexer(nn.Module):
         self.metadata_index, self.group_id, self.backend = metadata_index, backend.group_id, backend
         self.attend = backend.bind(self)
 
-    def forward(self, hidden: Tensor, query_latent: Tensor, batch: ForwardBatch) -> None:
-        """hidden [T, H], normed; query_latent [T, rank]. Leaves the choice in `Choice.tokens`."""
+    def queries(self, source: Tensor, positions: Tensor) -> Tensor:
+        """source [T, rank of the query's latent] -> [T, J, D], before rope."""
+        made: Tensor = self.wq_b(source)
+        return made.view(-1, self.num_heads, self.head_dim)
+
+    def forward(self, hidden: Tensor, source: Tensor, batch: ForwardBatch) -> None:
+        """hidden [T, H], normed; source: what `queries` reads. Leaves the choice in `Choice.tokens`."""
         num_tokens = hidden.shape[0]
-        cos, sin = self.rope.cos_sin[batch.positions][:, None, :].chunk(2, dim=-1)
-        query = self.wq_b(query_latent).view(num_tokens, self.num_heads, self.head_dim)
-        query = rotate(self._halves(query), cos, sin)
-        key = rotate(self._halves(self.k_norm(self.wk(hidden))[:, None]), cos, sin)[:, 0]
+        query, key = self.queries(source, batch.positions), self.k_norm(self.wk(hidden))[:, None]
+        if self.rope is not None:
+            cos, sin = self.rope.cos_sin[batch.positions][:, None, :].chunk(2, dim=-1)
+            query, key = (rotate(self._halves(x, self.rope.rotary_dim), cos, sin) for x in (query, key))
         torch.mul(F.linear(hidden.float(), self.weights_proj), self._scale, out=self.weights[:num_tokens])
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return
-        write_rows(key, self.cache, batch.slot_mappings[self.group_id])
+        write_rows(key[:, 0], self.cache, batch.slot_mappings[self.group_id])
         chosen = self.choice.tokens[:num_tokens]
         if batch.cut is None:
             self.attend(query, batch.attention[self.metadata_index], chosen)
         else:
             batch.cut(self, query, chosen)
 
-    def _halves(self, x: Tensor) -> Tensor:
-        """Pairs (2i, 2i + 1) of what turns brought to (i, i + rotary_dim / 2), as in `MLALayer`."""
-        turned = self.rope.rotary_dim
+    def _halves(self, x: Tensor, turned: int) -> Tensor:
+        """Pairs (2i, 2i + 1) of the numbers that turn brought to (i, i + turned / 2), as in `MLALayer`."""
         return torch.cat([x[..., :turned:2], x[..., 1:turned:2], x[..., turned:]], dim=-1) if self.is_interleaved else x

@@ -63,6 +63,18 @@ def pelton_models() -> Sequence[ModelEntry]:
             ),
             doc="GLM-5: DeepSeek V3.2's shape, with an indexer in all or some layers",
         ),
+        ModelEntry(
+            name="mistral_large4",
+            load="pelton_plugins.models.mistral_large4:MistralLarge4ForConditionalGeneration",
+            architectures=("MistralLarge4ForConditionalGeneration",),
+            config_defaults=(
+                ("first_k_dense_replace", 1),
+                ("n_shared_experts", 1),
+                ("rms_norm_eps", 1e-5),
+                ("final_logit_softcapping", 30.0),
+            ),
+            doc="Mistral Large 4, text: an indexer in all or some layers, queries scaled by position, latents that layers share",
+        ),
         _entry("mixtral", "MixtralForCausalLM", "Mistral's shape with experts"),
         _entry("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2's attention with experts, one of them taken by every token"),
         _entry("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3's attention with experts"),
