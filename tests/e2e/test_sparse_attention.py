@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts, references_in
+from pelton_small_models import make_small
 from pelton_stacked import stacked
 from safetensors.torch import load_file, save_file
 
@@ -136,15 +137,71 @@ def mistral(made: Callable[[str], Reference]) -> Reference:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "family, settings",
     [
-        pytest.param({"tensor_parallel_size": 2, "max_num_batched_tokens": 48}, id="tensor-parallel"),
-        pytest.param({"pipeline_parallel_size": 2, "pipeline_layer_partition": [4, 1]}, id="stages"),
+        pytest.param(
+            "mistral_large4", {"tensor_parallel_size": 2, "max_num_batched_tokens": 48}, id="mistral-tensor-parallel"
+        ),
+        pytest.param(
+            "mistral_large4", {"pipeline_parallel_size": 2, "pipeline_layer_partition": [4, 1]}, id="mistral-stages"
+        ),
+        pytest.param("hy_v4", {"tensor_parallel_size": 2, "max_num_batched_tokens": 48}, id="hy-tensor-parallel"),
+        pytest.param("hy_v4", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="hy-stages-of-two-ranks"),
     ],
 )
-def test_mistral_over_ranks(mistral: Reference, settings: dict[str, Any]) -> None:
-    with make_llm(mistral.path, **settings) as llm:
-        assert generate(llm, mistral.prompts, greedy(NUM_TOKENS)) == mistral.outputs
+def test_over_ranks(made: Callable[[str], Reference], family: str, settings: dict[str, Any]) -> None:
+    reference = made(family)
+    with make_llm(reference.path, **settings) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+@pytest.fixture
+def hy(made: Callable[[str], Reference]) -> Reference:
+    found = made("hy_v4")
+    assert found.min_top2_gap > 1e-4
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["learnable_sink_param", "attn.linear_gate.weight", "attn_layer.hc_fn", "hc_head_base"]
+)
+def test_what_hy_has_learned_counts(hy: Reference, name: str, tmp_path: Path) -> None:
+    path = _changed(hy, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    assert any(one.endswith(name) for one in tensors)
+    changed = {one: t * -2.0 if one.endswith(name) else t for one, t in tensors.items()}
+    save_file(changed, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, hy.prompts[1:], greedy(NUM_TOKENS)) != hy.outputs[1:]
+
+
+@pytest.mark.parametrize("fields", [{"swiglu_limit": 10.0}, {"hc_magnitude": 1.0}, {"rope_interleave": True}], ids=str)
+def test_what_hy_has_else_than_deepseek_counts(hy: Reference, fields: dict[str, Any]) -> None:
+    with make_llm(hy.path, hf_overrides=fields) as llm:
+        assert generate(llm, hy.prompts[1:], greedy(NUM_TOKENS)) != hy.outputs[1:]
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0, and this model's experts clamp"),
+        ({"attention_bias": True}, "attention_bias is True; this model has False"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; this model has 'silu'"),
+    ],
+)
+def test_what_is_refused_of_hy(hy: Reference, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_llm(hy.path, hf_overrides=fields)
+
+
+def test_the_text_of_hy_with_a_part_for_images(tmp_path: Path) -> None:
+    """Its pairs that turn lie beside each other, and norms of latents have config.json's eps."""
+    path = make_small(tmp_path, "hy_v4_vl", reads_more=True, text_config={"rms_norm_eps": 1e-2, "hc_mult": 2})
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    expected, gap = greedy_reference(path, prompts, NUM_TOKENS)
+    assert gap > 1e-4
+    with make_llm(path, max_num_batched_tokens=48) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
 
 
 def test_mistral_by_the_names_of_transformers(mistral: Reference, tmp_path: Path) -> None:

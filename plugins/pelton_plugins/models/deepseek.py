@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from pelton.attention.metadata import ForwardBatch
@@ -20,6 +21,7 @@ from pelton.layers.rope import Rope, get_rope
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
+from pelton.quantization.interface import LinearShard
 from pelton_plugins.models.experts import SparseMoe
 from pelton_plugins.models.indexer import Choice, Indexer
 from pelton_plugins.models.latent_attention import MLALayer
@@ -30,11 +32,12 @@ from pelton_plugins.models.parallel import AddedNorm
 from pelton_plugins.models.stacked_experts import one_for_each_expert
 from pelton_plugins.models.stages import StagedDecoder
 
-_LATENT_NORM_EPS = 1e-6  # config.json's rms_norm_eps is of the others
-
 
 class MLAAttention(nn.Module):
     """Down to latents, up to queries, attention over the latents, and the output product."""
+
+    latent_eps: ClassVar[float | None] = 1e-6
+    """Of the latents' norms; None: `rms_norm_eps`, which the others have."""
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class MLAAttention(nn.Module):
         if query_rank:
             query = whole_shard(f"{prefix}.q_a_proj", query_rank, hidden_size)
             self.q_a_layernorm = RMSNorm(
-                query_rank, eps=_LATENT_NORM_EPS, config=config, prefix=f"{prefix}.q_a_layernorm"
+                query_rank, eps=self.latent_eps, config=config, prefix=f"{prefix}.q_a_layernorm"
             )
             self.q_b_proj = HeadsLinear(query_rank, num_heads, head_dim, config=config, prefix=f"{prefix}.q_b_proj")
         else:
@@ -69,16 +72,17 @@ class MLAAttention(nn.Module):
         self.has_query_latent = bool(query_rank)
         rope = rope or get_rope(config, rope_dim)
         self.indexer: Indexer | None = None
+        shards = [query, latent, *self.gate_shards(config, prefix)]
         if choice is None or not has_indexer:
-            self.down: Any = NormedLinear([query, latent], norm=norm, bias=bias, config=config)
+            self.down: Any = NormedLinear(shards, norm=norm, bias=bias, config=config)
             if choice is not None:  # what a checkpoint may have here all the same
                 config.weights.ignore(rf"{re.escape(prefix)}\.indexer\..*")
         else:
             self.add_norm = AddedNorm(norm, config=config)
-            self.down = BareLinear([query, latent], bias=bias, config=config)
-            self.indexer = Indexer(choice, rope=rope, config=config, prefix=f"{prefix}.indexer")
+            self.down = BareLinear(shards, bias=bias, config=config)
+            self.indexer = self.make_indexer(choice, rope, config, f"{prefix}.indexer")
         self.kv_a_layernorm = RMSNorm(
-            hf.kv_lora_rank, eps=_LATENT_NORM_EPS, config=config, prefix=f"{prefix}.kv_a_layernorm"
+            hf.kv_lora_rank, eps=self.latent_eps, config=config, prefix=f"{prefix}.kv_a_layernorm"
         )
         self.up = LatentUp(
             hf.kv_lora_rank, num_heads, nope_dim + value_dim, config=config, prefix=f"{prefix}.kv_b_proj"
@@ -87,7 +91,7 @@ class MLAAttention(nn.Module):
             self.up.by_head, latent_dim=hf.kv_lora_rank, rope_dim=rope_dim, nope_dim=nope_dim, value_dim=value_dim,
             kv_norm=self.kv_a_layernorm, rope=rope, scale=head_dim**-0.5 * scale_of(rope) ** 2,
             is_interleaved=bool(hf.get("rope_interleave", True)), config=config, prefix=f"{prefix}.attn",
-            chosen=None if choice is None else choice.tokens,
+            chosen=None if choice is None else choice.tokens, sinks=self.sinks(config, prefix),
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             num_heads * value_dim, hidden_size, bias=bias, config=config, prefix=f"{prefix}.o_proj"
@@ -99,17 +103,39 @@ class MLAAttention(nn.Module):
         else:
             hidden, residual = self.add_norm(hidden, residual)
             product = self.down(hidden)
-        query, latent = product.split(self.down.sizes, dim=-1)
+        query, latent, *gates = product.split(self.down.sizes, dim=-1)
         if self.has_query_latent:
             query_latent = self.q_a_layernorm(query)
             if self.indexer is not None:
                 self.indexer(hidden, query_latent, batch)
             query = self.q_b_proj(query_latent)
-        return self.o_proj(self.attn(query, latent, batch)), residual
+        attended = self.attn(query, latent, batch)
+        if gates:
+            attended = gated(attended, gates[0], self.attn.num_heads)
+        return self.o_proj(attended), residual
+
+    def make_indexer(self, choice: Choice, rope: Rope, config: BuildConfig, prefix: str) -> Indexer:
+        return Indexer(choice, rope=rope, config=config, prefix=prefix)
+
+    def gate_shards(self, config: BuildConfig, prefix: str) -> list[LinearShard]:
+        """Return the matrix, if any, from what the attention reads to gates of its output: a gate for each number, or for each head."""
+        return []
+
+    def sinks(self, config: BuildConfig, prefix: str) -> Tensor | None:
+        return None
+
+
+def gated(attended: Tensor, gate: Tensor, num_heads: int) -> Tensor:
+    """attended [T, H V] times the sigmoid of gate, [T, H V] or [T, H]."""
+    shape = (num_heads, -1)
+    result = attended.unflatten(1, shape) * torch.sigmoid(gate.unflatten(1, shape).float()).to(attended.dtype)
+    return result.flatten(1)
 
 
 class DeepseekDecoderLayer(nn.Module):
     """V2's layers and V3's differ in how experts are chosen."""
+
+    attention_class: ClassVar[type[MLAAttention]] = MLAAttention
 
     def __init__(self, index: int, *, choice: Choice | None, config: BuildConfig, prefix: str) -> None:
         super().__init__()
@@ -141,7 +167,7 @@ class DeepseekDecoderLayer(nn.Module):
 
     def make_attention(self, index: int, choice: Choice | None, config: BuildConfig, prefix: str) -> nn.Module:
         """Make what is called as `(hidden, residual, batch)`, and reads `input_layernorm`."""
-        return MLAAttention(
+        return self.attention_class(
             self.input_layernorm, choice=choice, has_indexer=choice is not None and index in choice.indexers,
             config=config, prefix=prefix,
         )  # fmt: skip

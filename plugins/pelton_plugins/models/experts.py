@@ -512,7 +512,7 @@ def _parameter(config: BuildConfig, *shape: int, dtype: torch.dtype | None = Non
 
 
 def _activation(name: str) -> str:
-    if name == "swiglu_oai":
+    if name in ("swiglu_oai", "silu_clamped"):
         return name
     if name not in ACTIVATION_NAMES:
         raise ConfigError(f"hidden_act is {name!r}; gated layers have {', '.join(ACTIVATION_NAMES)}.")

@@ -92,9 +92,18 @@ class Indexer(nn.Module):
     attend: BoundAttention
 
     def __init__(
-        self, choice: Choice, *, rope: Rope | None, config: BuildConfig, prefix: str, query_size: int | None = None
+        self,
+        choice: Choice,
+        *,
+        rope: Rope | None,
+        config: BuildConfig,
+        prefix: str,
+        query_size: int | None = None,
+        key_eps: float = _KEY_NORM_EPS,
+        turns_last: bool = False,
     ) -> None:
-        """query_size: of what the queries are made of; `q_lora_rank` when None."""
+        """query_size: of what the queries are made of; `q_lora_rank` when None. key_eps: of the keys' norm. turns_last: the last numbers
+        of a head turn, not the first."""
         super().__init__()
         hf = config.hf
         query_size = hf.q_lora_rank if query_size is None else query_size
@@ -105,12 +114,12 @@ class Indexer(nn.Module):
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.choice, self.weights, self.rope = choice, choice.weights, rope
-        self.is_interleaved = bool(hf.get("indexer_rope_interleave"))
+        self.is_interleaved, self.turns_last = bool(hf.get("indexer_rope_interleave")), turns_last
         self.wq_b = ShardLinear(
             whole_shard(f"{prefix}.wq_b", self.num_heads * self.head_dim, query_size), config=config
         )
         self.wk = ShardLinear(whole_shard(f"{prefix}.wk", self.head_dim, hf.hidden_size), config=config)
-        self.k_norm = LayerNorm(self.head_dim, config=config, prefix=f"{prefix}.k_norm", eps=_KEY_NORM_EPS)
+        self.k_norm = LayerNorm(self.head_dim, config=config, prefix=f"{prefix}.k_norm", eps=key_eps)
         if config.adapters is not None:
             config.adapters.refuse(f"{prefix}.weights_proj", "it is kept in float32")
         self.weights_proj = nn.Parameter(
@@ -157,5 +166,7 @@ class Indexer(nn.Module):
             batch.cut(self, query, chosen)
 
     def _halves(self, x: Tensor, turned: int) -> Tensor:
-        """Pairs (2i, 2i + 1) of the numbers that turn brought to (i, i + turned / 2), as in `MLALayer`."""
+        """Numbers that turn brought to the front, and pairs (2i, 2i + 1) of them to (i, i + turned / 2), as in `MLALayer`."""
+        if self.turns_last:
+            x = x.roll(turned, dims=-1)
         return torch.cat([x[..., :turned:2], x[..., 1:turned:2], x[..., turned:]], dim=-1) if self.is_interleaved else x

@@ -57,12 +57,14 @@ class MLALayer(nn.Module):
         is_interleaved: bool = True,
         chosen: Tensor | None = None,
         shares: str | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """up [H, N + V, latent_dim]: from a latent to each head's key, then its value. kv_norm: of the latent, before it is kept.
         rope: None where no part of a key turns, and rope_dim is 0. is_interleaved: rope turns pairs (2i, 2i + 1), not
         (i, i + rope_dim / 2). chosen [tokens of a step, K] int32: the tokens of its row that each token attends to, where these are
         not all before it; an indexer fills it before the layer is called. shares: the layer whose latents it reads, by its prefix;
-        then it has no kv_norm, and is given no latents."""
+        then it has no kv_norm, and is given no latents. sinks [H]: a score of each head that takes a share of the weight and gives
+        nothing."""
         super().__init__()
         self.layer_name = prefix
         self.shares = shares
@@ -73,11 +75,11 @@ class MLALayer(nn.Module):
         self.metadata_index = self.group_id = -1
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
-        self.up, self.kv_norm, self.rope, self.chosen = up, kv_norm, rope, chosen
+        self.up, self.kv_norm, self.rope, self.chosen, self.sinks = up, kv_norm, rope, chosen, sinks
         self.needs = AttentionNeeds(
             head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=1, block_size=config.block_size,
             dtype=config.dtype_name, kv_dtype=config.kv_dtype, is_mla=True, latent_dim=latent_dim,
-            is_sparse=chosen is not None,
+            is_sparse=chosen is not None, has_sinks=sinks is not None,
         )  # fmt: skip
         self.parallel = config.parallel
         self.needs = spread_needs(self.needs, prefix, config.parallel)

@@ -63,6 +63,33 @@ def pelton_models() -> Sequence[ModelEntry]:
             ),
             doc="GLM-5: DeepSeek V3.2's shape, with an indexer in all or some layers",
         ),
+        *(
+            ModelEntry(
+                name=name,
+                load=f"pelton_plugins.models.hy_v4:{architecture}",
+                architectures=(architecture,),
+                config_defaults=(
+                    ("first_k_dense_replace", 1),
+                    ("n_shared_experts", 1),
+                    ("routed_scaling_factor", 2.827),
+                    ("rms_norm_eps", 1e-5),
+                    ("index_topk_freq", 4),
+                    ("hc_mult", 4),
+                    ("rope_interleave", is_interleaved),
+                    ("indexer_rope_interleave", is_interleaved),
+                ),
+                doc=f"{known_as}: DeepSeek V3.2's shape with streams, sinks, gates, and an indexer in all or some layers",
+            )
+            for name, architecture, is_interleaved, known_as in (
+                ("hy_v4", "HYV4ForCausalLM", False, "Hy4"),
+                (
+                    "hy_v4_vl-text",
+                    "HYV4VLForConditionalGeneration",
+                    True,
+                    "Hy4 with a part for images, of which the text is read",
+                ),
+            )
+        ),
         ModelEntry(
             name="mistral_large4",
             load="pelton_plugins.models.mistral_large4:MistralLarge4ForConditionalGeneration",
