@@ -51,7 +51,9 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
     save_file(small, packed / "model.safetensors")
     settings: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     settings |= (
-        {"weight_block_size": BLOCK} if kind == "block" else {"modules_to_not_convert": ["self_attn", "shared_experts"]}
+        {"weight_block_size": BLOCK, "modules_to_not_convert": ["W_down", "W_up"]}  # A.X-K2's
+        if kind == "block"
+        else {"modules_to_not_convert": ["self_attn", "shared_experts"]}
     )
     config = json.loads((packed / "config.json").read_text())
     (packed / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
@@ -63,7 +65,7 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
     "family, kind",
     [
         ("qwen3_moe", "block"), ("deepseek_v3_moe", "block"), ("deepseek_v32", "block"), ("glm_moe_dsa", "block"), ("llama", "block"),
-        ("hy_v4", "block"), ("mistral_large4", "block"),
+        ("axk2", "block"), ("hy_v4", "block"), ("mistral_large4", "block"),
         ("qwen3_moe", "channel"), ("qwen3_moe", "tensor"),
     ],
 )  # fmt: skip

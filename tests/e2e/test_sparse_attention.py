@@ -194,6 +194,63 @@ def test_what_is_refused_of_hy(hy: Reference, fields: dict[str, Any], reason: st
         make_llm(hy.path, hf_overrides=fields)
 
 
+@pytest.fixture
+def ax(made: Callable[[str], Reference]) -> Reference:
+    found = made("axk2")
+    assert found.min_top2_gap > 1e-4
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.2.input_layernorm.W_up.weight", "layers.1.post_attention_layernorm.W_down.weight"]
+)
+def test_what_gates_norms_of_ax_counts(ax: Reference, name: str, tmp_path: Path) -> None:
+    path = _changed(ax, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"model.{name}"] *= -2.0
+    save_file(tensors, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, ax.prompts[1:], greedy(NUM_TOKENS)) != ax.outputs[1:]
+
+
+def test_ax_by_the_names_of_transformers(ax: Reference, tmp_path: Path) -> None:
+    names = {
+        "layernorm.W_down.": "layernorm.mlp.fc1.",
+        "layernorm.W_up.": "layernorm.mlp.fc2.",
+        ".q_b_proj.": ".q_gate_proj.",
+    }
+    path, own = _changed(ax, tmp_path, {}), {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        for saved, other in names.items():
+            name = name.replace(saved, other)
+        own[name] = tensor
+    assert "model.layers.0.self_attn.q_gate_proj.weight" in own
+    save_file(stacked(own), path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, ax.prompts, greedy(NUM_TOKENS)) == ax.outputs
+
+
+def test_groups_of_ax(tmp_path: Path) -> None:
+    """Experts of groups that are not chosen count as 0 in transformers: a correction below 0 might choose them."""
+    path = make_tiny_checkpoint(tmp_path / "groups", "axk2", with_tokenizer=False, n_group=4, topk_group=2)
+    with pytest.raises(ConfigError, match="e_score_correction_bias has so many numbers below 0"):
+        make_llm(str(path))
+    tensors = load_file(path / "model.safetensors")
+    changed = {name: t.abs() if name.endswith("correction_bias") else t for name, t in tensors.items()}
+    save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    expected, gap = greedy_reference(str(path), prompts, NUM_TOKENS)
+    assert gap > 1e-4
+    with make_llm(str(path), max_num_batched_tokens=48) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
+
+
+def test_a_frequency_of_experts_without_types_of_layers_is_refused(ax: Reference, tmp_path: Path) -> None:
+    path = _changed(ax, tmp_path, {"mlp_layer_types": None, "moe_layer_freq": 2})
+    with pytest.raises(ConfigError, match="moe_layer_freq is 2; this model has 1"):
+        make_llm(str(path))
+
+
 def test_the_text_of_hy_with_a_part_for_images(tmp_path: Path) -> None:
     """Its pairs that turn lie beside each other, and norms of latents have config.json's eps."""
     path = make_small(tmp_path, "hy_v4_vl", reads_more=True, text_config={"rms_norm_eps": 1e-2, "hc_mult": 2})

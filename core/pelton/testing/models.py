@@ -216,6 +216,22 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "axk2": (
+        "AXK2Config",
+        "AXK2ForCausalLM",
+        {
+            **_LATENT,
+            **_EXPERTS,
+            **_SHARED,
+            **_INDEXER,
+            "q_lora_rank": 40,
+            "gated_norm_rank": 6,
+            "n_group": None,
+            "topk_group": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "hy_v4": (
         "HYV4Config",
         "HYV4ForCausalLM",
@@ -262,6 +278,7 @@ SEEDS = {
     "deepseek_v3": 1,
     "deepseek_v32": 6,
     "glm_moe_dsa": 40,
+    "axk2": 3,
     "hy_v4": 20,
     "mistral_large4": 13,
     "starcoder2": 2,
@@ -272,7 +289,7 @@ SEEDS = {
 """Of six tried for each family: over 1,024 greedy tokens after random prompts the best two logits are at least 9e-4 apart.
 Rounding moves these logits by about 3e-5. DeepSeek V3.2, eight tried: a chosen token's score and the best one's that is not differ by
 4e-5 of the scores' deviation at least. GLM-5, sixty tried: logits 3.8e-3, scores 3.9e-5, over 1,040 tokens and their prompts. Mistral
-Large 4 and Hy4, fifty and 25 tried: logits 5e-3 and 1e-2 over 285 tokens."""
+Large 4, Hy4 and A.X-K2, fifty, 25 and 21 tried: logits at least 5e-3 over 285 tokens."""
 ROPE_VARIANTS: dict[str, dict[str, Any]] = {
     # for `rope_parameters=`; lengths fit max_position_embeddings=512
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},

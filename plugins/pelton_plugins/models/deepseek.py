@@ -66,7 +66,7 @@ class MLAAttention(nn.Module):
             self.q_a_layernorm = RMSNorm(
                 query_rank, eps=self.latent_eps, config=config, prefix=f"{prefix}.q_a_layernorm"
             )
-            self.q_b_proj = HeadsLinear(query_rank, num_heads, head_dim, config=config, prefix=f"{prefix}.q_b_proj")
+            self.q_b_proj = self.make_query_product(config, f"{prefix}.q_b_proj")
         else:
             query = head_shard(f"{prefix}.q_proj", num_heads, head_dim, hidden_size, config)
         self.has_query_latent = bool(query_rank)
@@ -78,7 +78,7 @@ class MLAAttention(nn.Module):
             if choice is not None:  # what a checkpoint may have here all the same
                 config.weights.ignore(rf"{re.escape(prefix)}\.indexer\..*")
         else:
-            self.add_norm = AddedNorm(norm, config=config)
+            self.add_norm = self.make_add_norm(norm, config, prefix)
             self.down = BareLinear(shards, bias=bias, config=config)
             self.indexer = self.make_indexer(choice, rope, config, f"{prefix}.indexer")
         self.kv_a_layernorm = RMSNorm(
@@ -104,15 +104,29 @@ class MLAAttention(nn.Module):
             hidden, residual = self.add_norm(hidden, residual)
             product = self.down(hidden)
         query, latent, *gates = product.split(self.down.sizes, dim=-1)
+        gate = gates[0] if gates else None
         if self.has_query_latent:
             query_latent = self.q_a_layernorm(query)
             if self.indexer is not None:
                 self.indexer(hidden, query_latent, batch)
-            query = self.q_b_proj(query_latent)
+            query, gate = self.queries(query, query_latent, gate)
         attended = self.attn(query, latent, batch)
-        if gates:
-            attended = gated(attended, gates[0], self.attn.num_heads)
+        if gate is not None:
+            attended = gated(attended, gate, self.attn.num_heads)
         return self.o_proj(attended), residual
+
+    def queries(self, compressed: Tensor, query_latent: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return queries [T, H (N + R)] of the latent, which is `compressed` normed; and the gate, if any, as it is or of these too."""
+        return self.q_b_proj(query_latent), gate
+
+    def make_query_product(self, config: BuildConfig, prefix: str) -> HeadsLinear:
+        hf = config.hf
+        head_dim = hf.qk_nope_head_dim + hf.qk_rope_head_dim
+        return HeadsLinear(hf.q_lora_rank, hf.num_attention_heads, head_dim, config=config, prefix=prefix)
+
+    def make_add_norm(self, norm: RMSNorm, config: BuildConfig, prefix: str) -> AddedNorm:
+        """Make the norm of what attention and indexer read. prefix: of the attention."""
+        return AddedNorm(norm, config=config)
 
     def make_indexer(self, choice: Choice, rope: Rope, config: BuildConfig, prefix: str) -> Indexer:
         return Indexer(choice, rope=rope, config=config, prefix=prefix)

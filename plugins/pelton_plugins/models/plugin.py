@@ -63,6 +63,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             ),
             doc="GLM-5: DeepSeek V3.2's shape, with an indexer in all or some layers",
         ),
+        ModelEntry(
+            name="axk2",
+            load="pelton_plugins.models.axk2:AXK2ForCausalLM",
+            architectures=("AXK2ForCausalLM",),
+            config_defaults=(("first_k_dense_replace", 1), ("n_shared_experts", 1), ("routed_scaling_factor", 2.5)),
+            doc="A.X-K2: DeepSeek V3.2's shape with gates of norms and of what attention gives",
+        ),
         *(
             ModelEntry(
                 name=name,

@@ -19,6 +19,7 @@ KINDS_OF_CACHE = (
     "gpt_oss",
     "deepseek_v3_moe",
     "deepseek_v32",
+    "axk2",
     "hy_v4",
     "mistral_large4",
     "gemma3n",

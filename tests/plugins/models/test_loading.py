@@ -8,10 +8,10 @@ import torch
 from pelton.errors import ConfigError
 from pelton.testing.model_driver import ModelDriver, TensorWeight, checkpoint_weights
 from pelton.testing.models import load_reference, make_tiny_checkpoint, reference_logits
-from pelton_plugins.models import hy_v4, mistral_large4
+from pelton_plugins.models import axk2, hy_v4, mistral_large4
 from pelton_plugins.models.stacked_experts import one_for_each_expert
 
-OWN_NAMES = {"hy_v4": hy_v4.own_names, "mistral_large4": mistral_large4.own_names}
+OWN_NAMES = {"axk2": axk2.own_names, "hy_v4": hy_v4.own_names, "mistral_large4": mistral_large4.own_names}
 """Families that transformers saves by released names, one with a part for images."""
 
 

@@ -11,7 +11,7 @@ from pelton_platforms.device.graphs.captures import run_split_at_attention
 from pelton_plugins.models.indexer import layers_with_indexer
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4"], indirect=True)
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4"], indirect=True)
 def test_steps_in_pieces(checkpoint, reference, make_driver, token_ids, monkeypatch):
     """Choice and attention are what runs between the pieces: two calls a layer, one where a layer has no indexer."""
     driver = make_driver(checkpoint)
@@ -34,7 +34,7 @@ def test_steps_in_pieces(checkpoint, reference, make_driver, token_ids, monkeypa
     assert calls == layers * 3
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4"], indirect=True)
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4"], indirect=True)
 def test_all_layers_leave_their_choice_in_one_place(checkpoint, make_driver):
     driver = make_driver(checkpoint, max_num_batched_tokens=64)
     choices = {layer.self_attn.indexer.choice for layer in driver.model.layers if layer.self_attn.indexer is not None}
