@@ -34,7 +34,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
 
 
 @pytest.fixture(
-    params=["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4", "gemma4"]
+    params=[
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "axk2",
+        "dots3_note",
+        "hy_v4",
+        "mistral_large4",
+        "gemma4",
+    ]
 )
 def reference(request: pytest.FixtureRequest, made: Callable[[str], Reference]) -> Reference:
     return made(request.param)

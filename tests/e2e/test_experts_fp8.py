@@ -65,7 +65,7 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
     "family, kind",
     [
         ("qwen3_moe", "block"), ("deepseek_v3_moe", "block"), ("deepseek_v32", "block"), ("glm_moe_dsa", "block"), ("llama", "block"),
-        ("axk2", "block"), ("hy_v4", "block"), ("mistral_large4", "block"),
+        ("axk2", "block"), ("dots3_note", "block"), ("hy_v4", "block"), ("mistral_large4", "block"),
         ("qwen3_moe", "channel"), ("qwen3_moe", "tensor"),
     ],
 )  # fmt: skip

@@ -251,6 +251,69 @@ def test_a_frequency_of_experts_without_types_of_layers_is_refused(ax: Reference
         make_llm(str(path))
 
 
+@pytest.fixture
+def dots(made: Callable[[str], Reference]) -> Reference:
+    found = made("dots3_note")
+    assert found.min_top2_gap > 1e-4
+    return found
+
+
+@pytest.mark.parametrize("window", [23, 25, 512])
+def test_the_window_of_dots_counts(dots: Reference, window: int) -> None:
+    with make_llm(dots.path, hf_overrides={"sliding_window": window}) as llm:
+        found = generate(llm, dots.prompts, greedy(NUM_TOKENS))
+    assert found[2:] != dots.outputs[2:]
+    assert found[0] == dots.outputs[0], "3 + 17 tokens are in each window"
+
+
+@pytest.mark.parametrize(
+    "name", ["1.self_attn.g_proj", "0.self_attn.k_rope_only_layernorm", "0.self_attn.kv_a_layernorm"]
+)
+def test_what_dots_has_learned_counts(dots: Reference, name: str, tmp_path: Path) -> None:
+    path = _changed(dots, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"model.layers.{name}.weight"] *= -2.0
+    save_file(tensors, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, dots.prompts[1:], greedy(NUM_TOKENS)) != dots.outputs[1:]
+
+
+def test_layers_of_dots_that_predict_further_tokens_stay_in_the_file(dots: Reference, tmp_path: Path) -> None:
+    path = _changed(dots, tmp_path, {})
+    unread = {f"model.{name}.weight": torch.ones(4) for name in ("layers.5.eh_proj", "mtp.norm")}
+    save_file(load_file(path / "model.safetensors") | unread, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, dots.prompts[:2], greedy(NUM_TOKENS)) == dots.outputs[:2]
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types is .*; expected indexed_attention, .* for each of 5 layers",
+        ),
+        ({"use_dsa": True}, "config.json has use_dsa, which transformers replaces"),
+        (
+            {"rope_parameters": {"sliding_attention": None}},
+            "rope_parameters is .*; expected one set for sliding_attention",
+        ),
+        (
+            {"head_dim": 48},
+            "rope_parameters turn 19 numbers of layer 1 .indexed_attention., whose qk_rope_head_dim is 16",
+        ),
+        (
+            {"per_layer_config": {"2": {"sliding_window": 8}}},
+            "another sliding_window for layer 2; this model has one for all, 24",
+        ),
+        ({"mlp_bias": True}, "mlp_bias is True; this model has False"),
+    ],
+)
+def test_what_is_refused_of_dots(dots: Reference, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_llm(dots.path, hf_overrides=fields)
+
+
 def test_the_text_of_hy_with_a_part_for_images(tmp_path: Path) -> None:
     """Its pairs that turn lie beside each other, and norms of latents have config.json's eps."""
     path = make_small(tmp_path, "hy_v4_vl", reads_more=True, text_config={"rms_norm_eps": 1e-2, "hc_mult": 2})

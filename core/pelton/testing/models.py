@@ -52,6 +52,11 @@ _SHARED: dict[str, Any] = {
     "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
 }  # fmt: skip
+_OTHER_LATENT: dict[str, Any] = {
+    "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 28, "swa_kv_lora_rank": 48, "swa_head_dim": 32,
+    "swa_qk_nope_head_dim": 20, "swa_v_head_dim": 12, "swa_rope_theta": 500.0,
+}  # fmt: skip
+"""Of dots3-note's layers with windows."""
 _PIXTRAL: dict[str, Any] = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
     "image_size": 28, "patch_size": 14,
@@ -232,6 +237,27 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "dots3_note": (
+        "Dots3NoteTextConfig",
+        "Dots3NoteForCausalLM",
+        {
+            **_LATENT,
+            **_EXPERTS,
+            **_SHARED,
+            **_INDEXER,
+            "q_lora_rank": 40,
+            "head_dim": 40,
+            "num_hidden_layers": 5,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "indexed", "sliding", "full", "indexed")],
+            "sliding_window": 24,
+            "shared_experts_intermediate_size": 24,
+            "rope_parameters": None,
+            "rope_theta": 20000.0,
+            **_OTHER_LATENT,
+            "use_dsa": None,
+            "tie_word_embeddings": False,
+        },
+    ),
     "hy_v4": (
         "HYV4Config",
         "HYV4ForCausalLM",
@@ -279,6 +305,7 @@ SEEDS = {
     "deepseek_v32": 6,
     "glm_moe_dsa": 40,
     "axk2": 3,
+    "dots3_note": 11,
     "hy_v4": 20,
     "mistral_large4": 13,
     "starcoder2": 2,
@@ -289,7 +316,7 @@ SEEDS = {
 """Of six tried for each family: over 1,024 greedy tokens after random prompts the best two logits are at least 9e-4 apart.
 Rounding moves these logits by about 3e-5. DeepSeek V3.2, eight tried: a chosen token's score and the best one's that is not differ by
 4e-5 of the scores' deviation at least. GLM-5, sixty tried: logits 3.8e-3, scores 3.9e-5, over 1,040 tokens and their prompts. Mistral
-Large 4, Hy4 and A.X-K2, fifty, 25 and 21 tried: logits at least 5e-3 over 285 tokens."""
+Large 4, Hy4, A.X-K2 and dots3-note, twenty tried at least: logits 5e-3 over 285 tokens."""
 ROPE_VARIANTS: dict[str, dict[str, Any]] = {
     # for `rope_parameters=`; lengths fit max_position_embeddings=512
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},

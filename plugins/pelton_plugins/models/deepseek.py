@@ -23,7 +23,7 @@ from pelton.model.loading import LazyWeight
 from pelton.ops.moe import RoutingSpec
 from pelton.quantization.interface import LinearShard
 from pelton_plugins.models.experts import SparseMoe
-from pelton_plugins.models.indexer import Choice, Indexer
+from pelton_plugins.models.indexer import Choice, Indexer, Window
 from pelton_plugins.models.latent_attention import MLALayer
 from pelton_plugins.models.mla import HeadsLinear, LatentUp
 from pelton_plugins.models.moe import grouped_routing, num_experts, shared_experts
@@ -38,12 +38,14 @@ class MLAAttention(nn.Module):
 
     latent_eps: ClassVar[float | None] = 1e-6
     """Of the latents' norms; None: `rms_norm_eps`, which the others have."""
+    scales_by_rope: ClassVar[bool] = True
+    """Yarn's scale, where it has one, is that of scores too."""
 
     def __init__(
         self,
         norm: RMSNorm,
         *,
-        choice: Choice | None,
+        choice: Choice | Window | None,
         config: BuildConfig,
         prefix: str,
         rope: Rope | None = None,
@@ -63,9 +65,7 @@ class MLAAttention(nn.Module):
         latent = whole_shard(f"{prefix}.kv_a_proj_with_mqa", hf.kv_lora_rank + rope_dim, hidden_size)
         if query_rank:
             query = whole_shard(f"{prefix}.q_a_proj", query_rank, hidden_size)
-            self.q_a_layernorm = RMSNorm(
-                query_rank, eps=self.latent_eps, config=config, prefix=f"{prefix}.q_a_layernorm"
-            )
+            self.q_a_layernorm = self.make_latent_norm(query_rank, config, f"{prefix}.q_a_layernorm")
             self.q_b_proj = self.make_query_product(config, f"{prefix}.q_b_proj")
         else:
             query = head_shard(f"{prefix}.q_proj", num_heads, head_dim, hidden_size, config)
@@ -80,18 +80,17 @@ class MLAAttention(nn.Module):
         else:
             self.add_norm = self.make_add_norm(norm, config, prefix)
             self.down = BareLinear(shards, bias=bias, config=config)
+            assert isinstance(choice, Choice), "a window has no indexer"
             self.indexer = self.make_indexer(choice, rope, config, f"{prefix}.indexer")
-        self.kv_a_layernorm = RMSNorm(
-            hf.kv_lora_rank, eps=self.latent_eps, config=config, prefix=f"{prefix}.kv_a_layernorm"
-        )
+        self.kv_a_layernorm = self.make_latent_norm(hf.kv_lora_rank, config, f"{prefix}.kv_a_layernorm")
         self.up = LatentUp(
             hf.kv_lora_rank, num_heads, nope_dim + value_dim, config=config, prefix=f"{prefix}.kv_b_proj"
         )
         self.attn = MLALayer(
             self.up.by_head, latent_dim=hf.kv_lora_rank, rope_dim=rope_dim, nope_dim=nope_dim, value_dim=value_dim,
-            kv_norm=self.kv_a_layernorm, rope=rope, scale=head_dim**-0.5 * scale_of(rope) ** 2,
+            kv_norm=self.kv_a_layernorm, rope=rope, scale=head_dim**-0.5 * (scale_of(rope) ** 2 if self.scales_by_rope else 1.0),
             is_interleaved=bool(hf.get("rope_interleave", True)), config=config, prefix=f"{prefix}.attn",
-            chosen=None if choice is None else choice.tokens, sinks=self.sinks(config, prefix),
+            chosen=None if choice is None else choice.tokens, sinks=self.sinks(config, prefix), key_norm=self.key_norm(config, prefix),
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
             num_heads * value_dim, hidden_size, bias=bias, config=config, prefix=f"{prefix}.o_proj"
@@ -136,6 +135,13 @@ class MLAAttention(nn.Module):
         return []
 
     def sinks(self, config: BuildConfig, prefix: str) -> Tensor | None:
+        return None
+
+    def make_latent_norm(self, size: int, config: BuildConfig, prefix: str) -> nn.Module:
+        return RMSNorm(size, eps=self.latent_eps, config=config, prefix=prefix)
+
+    def key_norm(self, config: BuildConfig, prefix: str) -> nn.Module | None:
+        """Make the norm, if any, of the part of the key that turns."""
         return None
 
 

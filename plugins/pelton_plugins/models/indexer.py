@@ -40,9 +40,17 @@ class Choice:
     """A step's choice, which a layer's indexer makes, and its attention and that of layers without one read. One for all layers, at
     fixed addresses."""
 
-    def __init__(self, config: BuildConfig, layers: range, *, reads_query_latent: bool = True) -> None:
-        """layers: those of this stage. reads_query_latent: indexers do, and not what the attention reads. Raises `ConfigError` for a
-        query without a latent then, where ranks share a cache token by token, and where the first layer has no indexer."""
+    def __init__(
+        self,
+        config: BuildConfig,
+        layers: range,
+        *,
+        reads_query_latent: bool = True,
+        indexers: frozenset[int] | None = None,
+    ) -> None:
+        """layers: those of this stage. reads_query_latent: indexers do, and not what the attention reads. indexers: layers that have one,
+        where no other reads what it chose; by config.json when None. Raises `ConfigError` for a query without a latent, where ranks share
+        a cache token by token, and where the first layer has to read what one before it chose."""
         hf, context = config.hf, config.parallel.context
         if reads_query_latent and not hf.get("q_lora_rank"):
             raise ConfigError(
@@ -54,9 +62,9 @@ class Choice:
                 f"decode_context_parallel_size is {context.size}, and this model's indexer compares all tokens of a row, of which "
                 "each rank would keep a part. Set it to 1."
             )
-        self.indexers = layers_with_indexer(hf)
+        self.indexers = layers_with_indexer(hf) if indexers is None else indexers
         """Numbers of the layers that have one."""
-        if layers[0] not in self.indexers:
+        if indexers is None and layers[0] not in self.indexers:
             raise ConfigError(
                 f"Layer {layers[0]} has no indexer, and none is before it in its pipeline stage. Layers {sorted(self.indexers)} have one: "
                 "let stages begin there, by pipeline_layer_partition."
@@ -65,6 +73,24 @@ class Choice:
         self.tokens = config.empty(rows, top_k, dtype=torch.int32)
         """[tokens of a step, K]: tokens of the row, in front of -1 where there are fewer."""
         self.weights = config.empty(rows, hf.index_n_heads, dtype=torch.float32)
+
+
+class Window:
+    """A step's choice that is each token's last ones: a sliding window, of layers whose attention reads what is chosen. Their caches keep
+    all tokens."""
+
+    def __init__(self, config: BuildConfig, size: int) -> None:
+        """size: tokens, the token itself among them."""
+        size = min(size, config.max_model_len)
+        self.tokens = config.empty(config.max_num_batched_tokens, size, dtype=torch.int32)
+        """As in `Choice`."""
+        self._places = torch.arange(size, device=config.device)
+
+    def choose(self, positions: Tensor) -> None:
+        """positions [T] of a step's tokens in their rows."""
+        last = positions[:, None]
+        tokens = (last - (len(self._places) - 1)).clamp(min=0) + self._places
+        self.tokens[: len(positions)] = torch.where(tokens <= last, tokens, -1)
 
 
 def layers_with_indexer(hf: HFConfig) -> frozenset[int]:

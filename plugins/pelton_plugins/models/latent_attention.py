@@ -20,7 +20,6 @@ from pelton.attention.cache_layer import register
 from pelton.attention.interface import AttentionBackend, AttentionNeeds, BoundAttention
 from pelton.attention.parts import bind_layer, spread_needs
 from pelton.kv_cache.spec import KVCacheSpec, MLASpec
-from pelton.layers.norm import RMSNorm
 from pelton.layers.rope import Rope
 from pelton.ops.reference import rotate, write_rows
 
@@ -49,7 +48,7 @@ class MLALayer(nn.Module):
         rope_dim: int,
         nope_dim: int,
         value_dim: int,
-        kv_norm: RMSNorm | None,
+        kv_norm: nn.Module | None,
         rope: Rope | None,
         scale: float,
         config: BuildConfig,
@@ -58,13 +57,14 @@ class MLALayer(nn.Module):
         chosen: Tensor | None = None,
         shares: str | None = None,
         sinks: Tensor | None = None,
+        key_norm: nn.Module | None = None,
     ) -> None:
         """up [H, N + V, latent_dim]: from a latent to each head's key, then its value. kv_norm: of the latent, before it is kept.
         rope: None where no part of a key turns, and rope_dim is 0. is_interleaved: rope turns pairs (2i, 2i + 1), not
         (i, i + rope_dim / 2). chosen [tokens of a step, K] int32: the tokens of its row that each token attends to, where these are
         not all before it; an indexer fills it before the layer is called. shares: the layer whose latents it reads, by its prefix;
         then it has no kv_norm, and is given no latents. sinks [H]: a score of each head that takes a share of the weight and gives
-        nothing."""
+        nothing. key_norm: of the part of the key that turns, before it does."""
         super().__init__()
         self.layer_name = prefix
         self.shares = shares
@@ -76,6 +76,7 @@ class MLALayer(nn.Module):
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.up, self.kv_norm, self.rope, self.chosen, self.sinks = up, kv_norm, rope, chosen, sinks
+        self.key_norm = key_norm
         self.needs = AttentionNeeds(
             head_dim=self.head_dim, num_heads=self.num_heads, num_kv_heads=1, block_size=config.block_size,
             dtype=config.dtype_name, kv_dtype=config.kv_dtype, is_mla=True, latent_dim=latent_dim,
@@ -128,10 +129,13 @@ class MLALayer(nn.Module):
     def _kept(self, latents: Tensor, cos_sin: Sequence[Tensor] | None) -> Tensor:
         """A row of the cache for each token [T, latent_dim + rope_dim]."""
         assert self.kv_norm is not None, "a layer that is given latents norms them"
-        normed = self.kv_norm(latents[:, : self.latent_dim])
+        normed: Tensor = self.kv_norm(latents[:, : self.latent_dim])
         if cos_sin is None:
             return normed
-        turned = rotate(self._halves(latents[:, None, self.latent_dim :]), *cos_sin)[:, 0]
+        key = latents[:, self.latent_dim :]
+        if self.key_norm is not None:
+            key = self.key_norm(key)
+        turned = rotate(self._halves(key[:, None]), *cos_sin)[:, 0]
         return torch.cat([normed, turned], dim=-1)
 
     def _halves(self, x: Tensor) -> Tensor:

@@ -64,6 +64,13 @@ def pelton_models() -> Sequence[ModelEntry]:
             doc="GLM-5: DeepSeek V3.2's shape, with an indexer in all or some layers",
         ),
         ModelEntry(
+            name="dots3_note",
+            load="pelton_plugins.models.dots3_note:Dots3NoteForCausalLM",
+            architectures=("Dots3NoteForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5), ("indexer_rope_interleave", True)),
+            doc="dots3-note, text: layers with DeepSeek V3.2's indexer or with windows, gates of heads",
+        ),
+        ModelEntry(
             name="axk2",
             load="pelton_plugins.models.axk2:AXK2ForCausalLM",
             architectures=("AXK2ForCausalLM",),

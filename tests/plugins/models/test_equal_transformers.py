@@ -20,6 +20,7 @@ KINDS_OF_CACHE = (
     "deepseek_v3_moe",
     "deepseek_v32",
     "axk2",
+    "dots3_note",
     "hy_v4",
     "mistral_large4",
     "gemma3n",
