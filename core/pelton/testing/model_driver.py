@@ -90,7 +90,10 @@ class ModelDriver:
             weights = weights or checkpoint_weights(path)
         assert hf_config is not None and weights is not None, "without a path, give hf_config and weights"
         named = find_named(plugins.entries("pelton_models"), *(hf_config.get("architectures") or ()))
-        hf_config = {**dict(named.config_defaults if named else ()), **text_config(hf_config, hf_overrides or {})}
+        if named is None:  # a model on others' modules reads all of config.json
+            hf_config = {**hf_config, **(hf_overrides or {})}
+        else:
+            hf_config = {**dict(named.config_defaults), **text_config(hf_config, hf_overrides or {})}
         self.build = make_test_build(
             hf_config, plugins, dtype=dtype, block_size=block_size, parallel=parallel or ParallelContext(), **fields
         )
