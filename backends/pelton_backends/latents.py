@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from pelton.attention.interface import AttentionNeeds
 from pelton_backends.context_parts import spread_refusals
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEXER = "indexer"
 """`AttentionNeeds.attention_type` of a layer that chooses which tokens another one attends to."""
@@ -32,3 +36,8 @@ def sparse_refusals(needs: AttentionNeeds, dtypes: Sequence[str]) -> list[str]:
     if not needs.is_sparse:
         reasons.append("attention to all tokens, only to those that an indexer chooses")
     return reasons
+
+
+def sinks_of(layer: Any) -> Tensor | None:
+    """Return the sinks [num_heads] of a layer over latents, of its attribute `sinks`, where its needs say that it has some."""
+    return layer.sinks if layer.needs.has_sinks else None

@@ -33,7 +33,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]
     return references_in(tmp_path_factory, NUM_TOKENS, LENGTHS)
 
 
-@pytest.fixture(params=["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "gemma4"])
+@pytest.fixture(
+    params=[
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "axk2",
+        "dots3_note",
+        "hy_v4",
+        "mistral_large4",
+        "gemma4",
+    ]
+)
 def reference(request: pytest.FixtureRequest, made: Callable[[str], Reference]) -> Reference:
     return made(request.param)
 
@@ -71,7 +83,15 @@ def test_prefix_hits_change_nothing(reference: Reference) -> None:
 
 
 @pytest.mark.parametrize(
-    "family, num_blocks", [("deepseek_v3", 20), ("deepseek_v32", 20), ("glm_moe_dsa", 20), ("gemma4", 48)]
+    "family, num_blocks",
+    [
+        ("deepseek_v3", 20),
+        ("deepseek_v32", 20),
+        ("glm_moe_dsa", 20),
+        ("hy_v4", 20),
+        ("mistral_large4", 20),
+        ("gemma4", 48),
+    ],
 )
 def test_preemption_changes_nothing(made: Callable[[str], Reference], family: str, num_blocks: int) -> None:
     """Gemma 4's local and global layers have blocks of their own."""

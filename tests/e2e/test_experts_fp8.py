@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pelton_e2e import generate, greedy, make_llm, make_prompts
+from pelton_stacked import apart
 from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
@@ -18,7 +19,10 @@ from pelton_plugins.models import experts
 from pelton_plugins.quantization.numbers import round_rows, row_scales
 
 E4M3 = torch.float8_e4m3fn
-QUANTIZED = ("_proj.weight", "_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight")
+QUANTIZED = (
+    "_proj.weight", "_with_mqa.weight", "indexer.wq_b.weight", "indexer.wk.weight",
+    *(f".{name}.weight" for name in ("wq", "wkv_b", "wo", "w1", "w2", "w3", "linear_gate")),  # Mistral Large 4's, Hy4's
+)  # fmt: skip
 BLOCK = [24, 16]  # of which the rows divide no matrix here
 
 
@@ -38,7 +42,7 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
     plain, packed = folder / "plain", folder / "packed"
     make_tiny_checkpoint(plain, family, with_tokenizer=False)
     shutil.copytree(plain, packed)
-    tensors = load_file(plain / "model.safetensors")
+    tensors = apart(load_file(plain / "model.safetensors"))
     small = dict(tensors)
     for name in [name for name in tensors if name.endswith(QUANTIZED) and is_quantized(name)]:
         small[name], scales, tensors[name] = in_e4m3(tensors[name].float(), kind)
@@ -47,7 +51,9 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
     save_file(small, packed / "model.safetensors")
     settings: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     settings |= (
-        {"weight_block_size": BLOCK} if kind == "block" else {"modules_to_not_convert": ["self_attn", "shared_experts"]}
+        {"weight_block_size": BLOCK, "modules_to_not_convert": ["W_down", "W_up"]}  # A.X-K2's
+        if kind == "block"
+        else {"modules_to_not_convert": ["self_attn", "shared_experts"]}
     )
     config = json.loads((packed / "config.json").read_text())
     (packed / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
@@ -59,6 +65,7 @@ def write_both(folder: Path, family: str, kind: str, is_quantized: Any) -> tuple
     "family, kind",
     [
         ("qwen3_moe", "block"), ("deepseek_v3_moe", "block"), ("deepseek_v32", "block"), ("glm_moe_dsa", "block"), ("llama", "block"),
+        ("axk2", "block"), ("dots3_note", "block"), ("hy_v4", "block"), ("mistral_large4", "block"),
         ("qwen3_moe", "channel"), ("qwen3_moe", "tensor"),
     ],
 )  # fmt: skip

@@ -31,7 +31,7 @@ REFUSED = {
 """The end of a matrix's name, without ".weight", and why it takes no adapter. All others take one."""
 FAMILIES = (
     "mistral", "qwen2", "gemma3n", "deepseek_v2", "deepseek_v3", "deepseek_v2_moe", "deepseek_v3_moe", "deepseek_v32", "mixtral",
-    "glm_moe_dsa", "qwen2_moe", "qwen3_moe", "glm4_moe", "llama4", "gpt_oss", "minimax_m2",
+    "glm_moe_dsa", "axk2", "dots3_note", "qwen2_moe", "qwen3_moe", "glm4_moe", "llama4", "gpt_oss", "minimax_m2",
     "ernie4_5_moe",
 )  # fmt: skip
 RANK, SCALE, STRENGTH = 8, 2.0, 0.05

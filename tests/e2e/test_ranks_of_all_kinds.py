@@ -41,6 +41,10 @@ class Case:
 CASES = {
     "tp4-latents-experts": Case("deepseek_v3_moe", {"tensor_parallel_size": 4}, targets=("o_proj",)),
     "tp4-quantized": Case("llama", {"tensor_parallel_size": 4}, WHOLE_BLOCKS, "q8_0"),
+    "tp2-gated-norms": Case("axk2", {"tensor_parallel_size": 2}, targets=("o_proj", "W_up")),
+    "tp2-pp2-windows-of-latents": Case(
+        "dots3_note", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, targets=("o_proj", "g_proj")
+    ),
     "tp2-sparse": Case("deepseek_v32", {"tensor_parallel_size": 2}, targets=("o_proj",)),
     "pp2-shared-choice": Case("glm_moe_dsa", {"pipeline_parallel_size": 2}, targets=("o_proj",)),
     "pp2-sparse": Case("deepseek_v32", {"pipeline_parallel_size": 2}, targets=("o_proj",)),

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from pelton_e2e import Reference, generate, greedy, greedy_reference, make_llm, make_prompts, references_in
+from pelton_small_models import make_small
 from pelton_stacked import stacked
 from safetensors.torch import load_file, save_file
 
 from pelton.errors import ConfigError
 from pelton.testing.models import VOCAB_SIZE, make_tiny_checkpoint
+from pelton_plugins.models.mistral_large4 import own_names
 
 NUM_TOKENS = 17
 LENGTHS = (3, 17, 40, 90, 200)
@@ -125,6 +127,279 @@ def _changed(reference: Reference, tmp_path: Path, fields: dict[str, Any]) -> Pa
     new = {name: value for name, value in {**old, **fields}.items() if value is not None or name not in fields}
     (path / "config.json").write_text(json.dumps(new))
     return path
+
+
+@pytest.fixture
+def mistral(made: Callable[[str], Reference]) -> Reference:
+    found = made("mistral_large4")
+    assert found.min_top2_gap > 1e-4
+    return found
+
+
+@pytest.mark.parametrize(
+    "family, settings",
+    [
+        pytest.param(
+            "mistral_large4", {"tensor_parallel_size": 2, "max_num_batched_tokens": 48}, id="mistral-tensor-parallel"
+        ),
+        pytest.param(
+            "mistral_large4", {"pipeline_parallel_size": 2, "pipeline_layer_partition": [4, 1]}, id="mistral-stages"
+        ),
+        pytest.param("hy_v4", {"tensor_parallel_size": 2, "max_num_batched_tokens": 48}, id="hy-tensor-parallel"),
+        pytest.param("hy_v4", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, id="hy-stages-of-two-ranks"),
+    ],
+)
+def test_over_ranks(made: Callable[[str], Reference], family: str, settings: dict[str, Any]) -> None:
+    reference = made(family)
+    with make_llm(reference.path, **settings) as llm:
+        assert generate(llm, reference.prompts, greedy(NUM_TOKENS)) == reference.outputs
+
+
+@pytest.fixture
+def hy(made: Callable[[str], Reference]) -> Reference:
+    found = made("hy_v4")
+    assert found.min_top2_gap > 1e-4
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["learnable_sink_param", "attn.linear_gate.weight", "attn_layer.hc_fn", "hc_head_base"]
+)
+def test_what_hy_has_learned_counts(hy: Reference, name: str, tmp_path: Path) -> None:
+    path = _changed(hy, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    assert any(one.endswith(name) for one in tensors)
+    changed = {one: t * -2.0 if one.endswith(name) else t for one, t in tensors.items()}
+    save_file(changed, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, hy.prompts[1:], greedy(NUM_TOKENS)) != hy.outputs[1:]
+
+
+@pytest.mark.parametrize("fields", [{"swiglu_limit": 10.0}, {"hc_magnitude": 1.0}, {"rope_interleave": True}], ids=str)
+def test_what_hy_has_else_than_deepseek_counts(hy: Reference, fields: dict[str, Any]) -> None:
+    with make_llm(hy.path, hf_overrides=fields) as llm:
+        assert generate(llm, hy.prompts[1:], greedy(NUM_TOKENS)) != hy.outputs[1:]
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0, and this model's experts clamp"),
+        ({"attention_bias": True}, "attention_bias is True; this model has False"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; this model has 'silu'"),
+    ],
+)
+def test_what_is_refused_of_hy(hy: Reference, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_llm(hy.path, hf_overrides=fields)
+
+
+@pytest.fixture
+def ax(made: Callable[[str], Reference]) -> Reference:
+    found = made("axk2")
+    assert found.min_top2_gap > 1e-4
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.2.input_layernorm.W_up.weight", "layers.1.post_attention_layernorm.W_down.weight"]
+)
+def test_what_gates_norms_of_ax_counts(ax: Reference, name: str, tmp_path: Path) -> None:
+    path = _changed(ax, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"model.{name}"] *= -2.0
+    save_file(tensors, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, ax.prompts[1:], greedy(NUM_TOKENS)) != ax.outputs[1:]
+
+
+def test_ax_by_the_names_of_transformers(ax: Reference, tmp_path: Path) -> None:
+    names = {
+        "layernorm.W_down.": "layernorm.mlp.fc1.",
+        "layernorm.W_up.": "layernorm.mlp.fc2.",
+        ".q_b_proj.": ".q_gate_proj.",
+    }
+    path, own = _changed(ax, tmp_path, {}), {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        for saved, other in names.items():
+            name = name.replace(saved, other)
+        own[name] = tensor
+    assert "model.layers.0.self_attn.q_gate_proj.weight" in own
+    save_file(stacked(own), path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, ax.prompts, greedy(NUM_TOKENS)) == ax.outputs
+
+
+def test_groups_of_ax(tmp_path: Path) -> None:
+    """Experts of groups that are not chosen count as 0 in transformers: a correction below 0 might choose them."""
+    path = make_tiny_checkpoint(tmp_path / "groups", "axk2", with_tokenizer=False, n_group=4, topk_group=2)
+    with pytest.raises(ConfigError, match="e_score_correction_bias has so many numbers below 0"):
+        make_llm(str(path))
+    tensors = load_file(path / "model.safetensors")
+    changed = {name: t.abs() if name.endswith("correction_bias") else t for name, t in tensors.items()}
+    save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    expected, gap = greedy_reference(str(path), prompts, NUM_TOKENS)
+    assert gap > 1e-4
+    with make_llm(str(path), max_num_batched_tokens=48) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
+
+
+def test_a_frequency_of_experts_without_types_of_layers_is_refused(ax: Reference, tmp_path: Path) -> None:
+    path = _changed(ax, tmp_path, {"mlp_layer_types": None, "moe_layer_freq": 2})
+    with pytest.raises(ConfigError, match="moe_layer_freq is 2; this model has 1"):
+        make_llm(str(path))
+
+
+@pytest.fixture
+def dots(made: Callable[[str], Reference]) -> Reference:
+    found = made("dots3_note")
+    assert found.min_top2_gap > 1e-4
+    return found
+
+
+@pytest.mark.parametrize("window", [23, 25, 512])
+def test_the_window_of_dots_counts(dots: Reference, window: int) -> None:
+    with make_llm(dots.path, hf_overrides={"sliding_window": window}) as llm:
+        found = generate(llm, dots.prompts, greedy(NUM_TOKENS))
+    assert found[2:] != dots.outputs[2:]
+    assert found[0] == dots.outputs[0], "3 + 17 tokens are in each window"
+
+
+@pytest.mark.parametrize(
+    "name", ["1.self_attn.g_proj", "0.self_attn.k_rope_only_layernorm", "0.self_attn.kv_a_layernorm"]
+)
+def test_what_dots_has_learned_counts(dots: Reference, name: str, tmp_path: Path) -> None:
+    path = _changed(dots, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"model.layers.{name}.weight"] *= -2.0
+    save_file(tensors, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, dots.prompts[1:], greedy(NUM_TOKENS)) != dots.outputs[1:]
+
+
+def test_layers_of_dots_that_predict_further_tokens_stay_in_the_file(dots: Reference, tmp_path: Path) -> None:
+    path = _changed(dots, tmp_path, {})
+    unread = {f"model.{name}.weight": torch.ones(4) for name in ("layers.5.eh_proj", "mtp.norm")}
+    save_file(load_file(path / "model.safetensors") | unread, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, dots.prompts[:2], greedy(NUM_TOKENS)) == dots.outputs[:2]
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types is .*; expected indexed_attention, .* for each of 5 layers",
+        ),
+        ({"use_dsa": True}, "config.json has use_dsa, which transformers replaces"),
+        (
+            {"rope_parameters": {"sliding_attention": None}},
+            "rope_parameters is .*; expected one set for sliding_attention",
+        ),
+        (
+            {"head_dim": 48},
+            "rope_parameters turn 19 numbers of layer 1 .indexed_attention., whose qk_rope_head_dim is 16",
+        ),
+        (
+            {"per_layer_config": {"2": {"sliding_window": 8}}},
+            "another sliding_window for layer 2; this model has one for all, 24",
+        ),
+        ({"mlp_bias": True}, "mlp_bias is True; this model has False"),
+    ],
+)
+def test_what_is_refused_of_dots(dots: Reference, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_llm(dots.path, hf_overrides=fields)
+
+
+def test_the_text_of_hy_with_a_part_for_images(tmp_path: Path) -> None:
+    """Its pairs that turn lie beside each other, and norms of latents have config.json's eps."""
+    path = make_small(tmp_path, "hy_v4_vl", reads_more=True, text_config={"rms_norm_eps": 1e-2, "hc_mult": 2})
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    expected, gap = greedy_reference(path, prompts, NUM_TOKENS)
+    assert gap > 1e-4
+    with make_llm(path, max_num_batched_tokens=48) as llm:
+        assert generate(llm, prompts, greedy(NUM_TOKENS)) == expected
+
+
+def test_mistral_by_the_names_of_transformers(mistral: Reference, tmp_path: Path) -> None:
+    """The tiny checkpoint has those of a released one."""
+    path = _changed(mistral, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    assert "layers.2.attention.wkv_b.weight" in tensors
+    own = {}
+    for name, weight in tensors.items():
+        ((name, _),) = own_names([(name, weight)])  # type: ignore[list-item]
+        own[name.replace("model.", "model.language_model.", 1)] = weight.clone()
+    save_file(stacked(own), path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, mistral.prompts, greedy(NUM_TOKENS)) == mistral.outputs
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"kv_source_layers": [0, 1, 0, 1, 0]}, id="latents-of-another-layer"),
+        pytest.param({"topk_group": 1}, id="groups"),
+    ],
+)
+def test_what_mistral_has_else_than_deepseek_counts(mistral: Reference, fields: dict[str, Any], tmp_path: Path) -> None:
+    path = _changed(mistral, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    if "kv_source_layers" in fields:
+        unread = {f"layers.4.attention.{name}.weight" for name in ("wkv_a_with_mqa", "kv_a_norm")}
+        assert unread <= set(tensors)
+        save_file({name: t for name, t in tensors.items() if name not in unread}, path / "model.safetensors")
+    with make_llm(str(path), hf_overrides=fields) as llm:
+        found = generate(llm, mistral.prompts[1:], greedy(NUM_TOKENS))
+    assert found != mistral.outputs[1:]
+
+
+@pytest.mark.parametrize(
+    "name", ["lerope.alpha", "ssmax_scaling.s", "indexer.ssmax_scaling.b", "indexer.q_input_norm.bias"]
+)
+def test_what_mistral_has_learned_counts(mistral: Reference, name: str, tmp_path: Path) -> None:
+    path = _changed(mistral, tmp_path, {})
+    tensors = load_file(path / "model.safetensors")
+    changed = {one: t + 0.7 if one.endswith(name) else t for one, t in tensors.items()}
+    save_file(changed, path / "model.safetensors")
+    with make_llm(str(path)) as llm:
+        assert generate(llm, mistral.prompts[1:], greedy(NUM_TOKENS)) != mistral.outputs[1:]
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        pytest.param(
+            {"hf_overrides": {"attention_bias": True}}, "attention_bias is True; this model has False", id="bias"
+        ),
+        pytest.param(
+            {"hf_overrides": {"kv_source_layers": [0, 1, 1, 1, 4]}},
+            "kv_source_layers has 1 for layer 2; .* turns its keys, here none",
+            id="source-without-rope",
+        ),
+        pytest.param(
+            {"hf_overrides": {"rope_parameters": {"rope_type": "dynamic"}}},
+            "rope_type is 'dynamic', whose frequencies change with the length",
+            id="rope",
+        ),
+        pytest.param(
+            {"pipeline_parallel_size": 2, "pipeline_layer_partition": [2, 3]},
+            "Layer 2 reads the latents of layer 0 .*which another pipeline stage has",
+            id="stages",
+        ),
+        pytest.param(
+            {"hf_overrides": {"text_config": {"model_type": "mistral"}}},
+            "text_config has model_type 'mistral'",
+            id="text",
+        ),
+    ],
+)
+def test_what_is_refused_of_mistral(mistral: Reference, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make_llm(mistral.path, **settings)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 48])

@@ -125,10 +125,11 @@ def gap_reference(family: str, path: str, prompts: list[list[int]], num_tokens: 
 
     def compute() -> tuple[list[list[int]], list[list[float]]]:
         import torch
-        from transformers import AutoModelForCausalLM
+
+        from pelton.testing.models import load_reference
 
         torch.set_float32_matmul_precision("highest")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        model = load_reference(path)
         model.to(device)
         _take_limit(model)
         with _soft_capped(model):

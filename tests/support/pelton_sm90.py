@@ -309,7 +309,7 @@ class Attention:
             )  # fmt: skip
 
     def sparse(self) -> None:
-        """DeepSeek-V3.2's sizes: the choice among 8,192 tokens, and attention to 2,048."""
+        """DeepSeek-V3.2's sizes: the choice among 8,192 tokens, and attention to 2,048; with sinks and where nothing turns, too."""
         tokens, heads, latent_dim, rope_dim, index_heads, index_dim = 2, 16, 512, 64, 64, 128
         caches = [
             torch.zeros(NUM_BLOCKS, BLOCK_SIZE, size, dtype=getattr(torch, self.kv_dtype))
@@ -321,10 +321,13 @@ class Attention:
             self._empty(tokens, index_heads, index_dim), torch.empty(tokens, index_heads), caches[0], chosen, *step,
             max_seq_len=8192,
         )  # fmt: skip
-        sparse_latent_attention(
-            self._empty(tokens, heads, latent_dim + rope_dim), caches[1], chosen, self._empty(tokens, heads, latent_dim),
-            *step, scale=1.0, latent_dim=latent_dim, max_seq_len=8192,
-        )  # fmt: skip
+        sinks = torch.zeros(heads, dtype=torch.float32)
+        for turned, given in ((rope_dim, None), (rope_dim, sinks), (0, None)):
+            cache = caches[1][..., : latent_dim + turned].contiguous()
+            sparse_latent_attention(
+                self._empty(tokens, heads, latent_dim + turned), cache, chosen, self._empty(tokens, heads, latent_dim),
+                *step, scale=1.0, latent_dim=latent_dim, max_seq_len=8192, sinks=given,
+            )  # fmt: skip
 
     def states(self) -> None:
         """Layers of Mamba-2's and Bamba's sizes, of the largest and the smallest that are tested: rows of one token, and others."""

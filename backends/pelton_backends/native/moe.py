@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeTensors
 
-_ACTIVATIONS = {**ACTIVATIONS, "swiglu_oai": 3}
+_CLAMPED = {"swiglu_oai": 3, "silu_clamped": 4}
+_ACTIVATIONS = {**ACTIVATIONS, **_CLAMPED}
 
 
 class _Moe(Structure):
@@ -87,7 +88,7 @@ class _BoundMoe:
             Linear(
                 weight=_address(plain.get(name)), bias=_address(weights.get(f"{name}_bias")),
                 in_features=size, out_features=rows, output_stride=columns,
-                soft_cap=(spec.limit or 0.0) if activation == _ACTIVATIONS["swiglu_oai"] else 0.0,
+                soft_cap=(spec.limit or 0.0) if activation in _CLAMPED.values() else 0.0,
                 activation=activation, dtype=DTYPES[needs.dtype],
             )
             for name, size, rows, columns, activation in (

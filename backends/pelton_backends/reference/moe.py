@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pelton.ops.moe import ExpertsSpec, MoeNeeds, MoeParts, MoeTensors, RoutingSpec
     from pelton.ops.packed_blocks import BlockKind
 
+_CLAMPED = ("swiglu_oai", "silu_clamped")
 _OAI_ALPHA = 1.702
 
 
@@ -46,10 +47,12 @@ def _within_groups(choice: Tensor, spec: RoutingSpec) -> Tensor:
 def activated(gate_up: Tensor, spec: ExpertsSpec) -> Tensor:
     """[T, 2 I], gate and up -> [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    if spec.activation != "swiglu_oai":
+    if spec.activation not in _CLAMPED:
         return ACTIVATIONS[spec.activation](gate) * up
     if spec.limit is not None:
         gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    if spec.activation == "silu_clamped":
+        return F.silu(gate) * up
     return gate * torch.sigmoid(_OAI_ALPHA * gate) * (up + 1)
 
 
@@ -128,7 +131,7 @@ class ReferenceMoe:
 
     @staticmethod
     def unsupported(needs: MoeNeeds) -> list[str]:
-        known = (*ACTIVATIONS, "swiglu_oai")
+        known = (*ACTIVATIONS, *_CLAMPED)
         reasons = [] if needs.experts.activation in known else [f"activation {needs.experts.activation!r}"]
         weight_format = needs.experts.weight_format
         if weight_format not in ("plain", *_DECODERS) and kinds_of(weight_format) is None:

@@ -102,8 +102,10 @@ class SDPAMLAAttention(BoundAttention):
         for call in metadata.calls:
             self.attend_to_all(query, call, output, lse)
 
-    def attend_to_all(self, query: Tensor, call: Gather, output: Tensor, lse: Tensor | None = None) -> None:
-        """Attend with the tokens of one call to all that they see."""
+    def attend_to_all(
+        self, query: Tensor, call: Gather, output: Tensor, lse: Tensor | None = None, sinks: Tensor | None = None
+    ) -> None:
+        """Attend with the tokens of one call to all that they see. sinks [H]: see `with_sinks`."""
         layer = self.layer
         latents = layer.cache.view(-1, layer.head_dim)
         rows, num_seen = call.slots.shape
@@ -111,7 +113,7 @@ class SDPAMLAAttention(BoundAttention):
         own = query[call.tokens].view(rows, -1, layer.num_heads, layer.head_dim)  # [R, T, H, D]
         scores = torch.einsum("rthd,rld->rthl", own, context).float() * layer.scale
         scores = scores.masked_fill(~call.is_seen[:, :, None], -torch.inf)
-        softmax = scores.softmax(dim=-1)
+        softmax = scores.softmax(dim=-1) if sinks is None else with_sinks(scores, sinks)
         weights = softmax.to(query.dtype)
         attended = torch.einsum("rthl,rld->rthd", weights, context[..., : layer.latent_dim])
         if lse is not None:  # of what is kept here a row may see nothing
@@ -119,3 +121,9 @@ class SDPAMLAAttention(BoundAttention):
             lse[call.tokens] = logs.view(-1, layer.num_heads)
             attended = attended.masked_fill((logs == -torch.inf).unsqueeze(-1), 0.0)
         output[call.tokens] = attended.reshape(-1, layer.num_heads, layer.latent_dim)
+
+
+def with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Softmax of scores [..., H, L] over L and a further one for each head, whose own weight is left out."""
+    more = sinks.float()[:, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, more], dim=-1).softmax(dim=-1)[..., :-1]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from pelton.attention.interface import AttentionNeeds, BoundAttention, IndexerParams, LatentParams
-from pelton_backends.latents import INDEXER, sparse_refusals
+from pelton_backends.latents import INDEXER, sinks_of, sparse_refusals
 from pelton_backends.sdpa.backend import DTYPES
-from pelton_backends.sdpa.mla import Gather, SDPAMLAAttention, SDPAMLABackend, SDPAMLAMetadata
+from pelton_backends.sdpa.mla import Gather, SDPAMLAAttention, SDPAMLABackend, SDPAMLAMetadata, with_sinks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ class SDPASparseBackend(SDPAMLABackend):
     """Handles latents and indexers of any size in float32, bfloat16 and float16."""
 
     name: ClassVar[str] = "sdpa_sparse"
-    handles: ClassVar[frozenset[str]] = frozenset({"is_mla", "is_sparse", "attention_type"})
+    handles: ClassVar[frozenset[str]] = frozenset({"is_mla", "is_sparse", "attention_type", "has_sinks"})
 
     @classmethod
     def unsupported(cls, needs: AttentionNeeds, capability: tuple[int, int] | None = None) -> list[str]:
@@ -82,12 +82,13 @@ class SDPASparseAttention(SDPAMLAAttention):
         assert chosen is not None, "the layer's needs say is_sparse"
         for call in metadata.calls:
             if call.slots.shape[1] <= chosen.shape[1]:
-                self.attend_to_all(query, call, output)
+                self.attend_to_all(query, call, output, sinks=sinks_of(self.layer))
             else:
                 self._attend_to_chosen(query, call, chosen[call.tokens], output)
 
     def _attend_to_chosen(self, query: Tensor, call: Gather, chosen: Tensor, output: Tensor) -> None:
         layer: LatentParams = self.layer
+        sinks = sinks_of(layer)
         latents, (num_tokens, top_k) = layer.cache.view(-1, layer.head_dim), chosen.shape
         most = max(_NUMBERS // (top_k * layer.head_dim), 1)
         for start in range(0, num_tokens, most):
@@ -99,5 +100,6 @@ class SDPASparseAttention(SDPAMLAAttention):
             slots = call.slots[rows].gather(1, places)
             context = latents.index_select(0, slots.flatten()).view(*own.shape, -1).to(query.dtype)
             scores = torch.bmm(query[some], context.transpose(1, 2)).float() * layer.scale  # [tokens, H, K]
-            weights = scores.masked_fill(~is_there[:, None], -torch.inf).softmax(dim=-1).to(query.dtype)
-            output[some] = torch.bmm(weights, context[..., : layer.latent_dim])
+            scores = scores.masked_fill(~is_there[:, None], -torch.inf)
+            softmax = scores.softmax(dim=-1) if sinks is None else with_sinks(scores, sinks)
+            output[some] = torch.bmm(softmax.to(query.dtype), context[..., : layer.latent_dim])

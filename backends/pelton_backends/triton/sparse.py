@@ -13,7 +13,7 @@ from pelton.attention.interface import (
     LatentParams,
 )
 from pelton.attention.metadata import BatchDescriptor, CommonMetadata
-from pelton_backends.latents import INDEXER, sparse_refusals
+from pelton_backends.latents import INDEXER, sinks_of, sparse_refusals
 from pelton_backends.triton.attention.indexer import choose_tokens
 from pelton_backends.triton.attention.sparse_latent import sparse_latent_attention
 from pelton_backends.triton.mla import DTYPES, size_refusals
@@ -31,7 +31,7 @@ class TritonSparseBackend(AttentionBackend):
     """Latents of up to 512 + 128 numbers, indexers of up to 128 heads of 256 numbers, any block size."""
 
     name: ClassVar[str] = "triton_sparse"
-    handles: ClassVar[frozenset[str]] = frozenset({"is_mla", "is_sparse", "attention_type"})
+    handles: ClassVar[frozenset[str]] = frozenset({"is_mla", "is_sparse", "attention_type", "has_sinks"})
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
 
     @classmethod
@@ -81,4 +81,5 @@ class TritonSparseAttention(BoundAttention):
         sparse_latent_attention(
             query, layer.cache, layer.chosen, output, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
             scale=layer.scale, latent_dim=layer.latent_dim, max_seq_len=metadata.max_seq_len,
+            sinks=sinks_of(layer),
         )  # fmt: skip

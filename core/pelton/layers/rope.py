@@ -128,7 +128,7 @@ def cos_sin_table(parameters: RopeParameters, max_len: int) -> Tensor:
         angles = positions[:, None] * _dynamic_frequencies(parameters, positions)
         scale = 1.0
     else:
-        frequencies, scale = _FREQUENCIES[parameters.rope_type](parameters)
+        frequencies, scale = FREQUENCIES[parameters.rope_type](parameters)
         angles = positions[:, None] * frequencies
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1)
 
@@ -207,4 +207,4 @@ def _yarn_scale(parameters: RopeParameters) -> float:
     return scale(1.0)
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}
+FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional}

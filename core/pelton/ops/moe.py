@@ -41,7 +41,7 @@ class ExpertsSpec:
     hidden_size: int  # H
     intermediate_size: int  # I
     activation: str = "silu"  # silu, gelu, gelu_tanh: activation(gate) * up
-    """swiglu_oai: gate and up clamped to `limit`, gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss)."""
+    """swiglu_oai: gate and up clamped to `limit`, gate * sigmoid(1.702 gate) * (up + 1) (gpt-oss); silu_clamped: silu of the same (Hy4)."""
     limit: float | None = optional(None)
     weight_format: str = optional("plain")
     """plain: `gate_up` [E, 2 I, H], gate rows first, and `down` [E, H, I], of the model's dtype. Others have `gate_up_scale`, `down_scale`

@@ -20,6 +20,7 @@ from pelton.kv_cache.spec import KVCacheGroup, KVCachePlan, KVCacheTensor
 from pelton.model.build import BuildConfig, HFConfig
 from pelton.model.loading import LazyWeight
 from pelton.model.registry import build_model, find_named
+from pelton.model.resolve import text_config
 from pelton.ops.selector import OpSelector
 from pelton.parallel.context import ParallelContext
 from pelton.plugins import Plugins, load_plugins
@@ -89,7 +90,10 @@ class ModelDriver:
             weights = weights or checkpoint_weights(path)
         assert hf_config is not None and weights is not None, "without a path, give hf_config and weights"
         named = find_named(plugins.entries("pelton_models"), *(hf_config.get("architectures") or ()))
-        hf_config = {**dict(named.config_defaults if named else ()), **hf_config, **(hf_overrides or {})}
+        if named is None:  # a model on others' modules reads all of config.json
+            hf_config = {**hf_config, **(hf_overrides or {})}
+        else:
+            hf_config = {**dict(named.config_defaults), **text_config(hf_config, hf_overrides or {})}
         self.build = make_test_build(
             hf_config, plugins, dtype=dtype, block_size=block_size, parallel=parallel or ParallelContext(), **fields
         )

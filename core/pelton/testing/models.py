@@ -52,6 +52,16 @@ _SHARED: dict[str, Any] = {
     "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
 }  # fmt: skip
+_OTHER_LATENT: dict[str, Any] = {
+    "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 28, "swa_kv_lora_rank": 48, "swa_head_dim": 32,
+    "swa_qk_nope_head_dim": 20, "swa_v_head_dim": 12, "swa_rope_theta": 500.0,
+}  # fmt: skip
+"""Of dots3-note's layers with windows."""
+_PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+_INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 24}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     # family: (config class, model class, fields that differ from _COMMON)
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -194,10 +204,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             **_LATENT,
             **_EXPERTS,
             **_SHARED,
+            **_INDEXER,
             "q_lora_rank": 40,
-            "index_topk": 16,
-            "index_n_heads": 16,
-            "index_head_dim": 24,
         },
     ),
     "glm_moe_dsa": (
@@ -207,12 +215,81 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             **_LATENT,
             **_EXPERTS,
             **_SHARED,
+            **_INDEXER,
             "q_lora_rank": 40,
-            "index_topk": 16,
-            "index_n_heads": 16,
-            "index_head_dim": 24,
             "indexer_types": ["full", "shared", "full", "shared"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "axk2": (
+        "AXK2Config",
+        "AXK2ForCausalLM",
+        {
+            **_LATENT,
+            **_EXPERTS,
+            **_SHARED,
+            **_INDEXER,
+            "q_lora_rank": 40,
+            "gated_norm_rank": 6,
+            "n_group": None,
+            "topk_group": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "dots3_note": (
+        "Dots3NoteTextConfig",
+        "Dots3NoteForCausalLM",
+        {
+            **_LATENT,
+            **_EXPERTS,
+            **_SHARED,
+            **_INDEXER,
+            "q_lora_rank": 40,
+            "head_dim": 40,
+            "num_hidden_layers": 5,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "indexed", "sliding", "full", "indexed")],
+            "sliding_window": 24,
+            "shared_experts_intermediate_size": 24,
+            "rope_parameters": None,
+            "rope_theta": 20000.0,
+            **_OTHER_LATENT,
+            "use_dsa": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hy_v4": (
+        "HYV4Config",
+        "HYV4ForCausalLM",
+        {
+            **_LATENT,
+            **_EXPERTS,
+            **_SHARED,
+            **_INDEXER,
+            "q_lora_rank": 40,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "hc_mult": 3,
+            "swiglu_limit": 0.7,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mistral_large4": (
+        "MistralLarge4Config",
+        "MistralLarge4ForConditionalGeneration",
+        {
+            "text_config": {
+                **_LATENT,
+                **_EXPERTS,
+                **_SHARED,
+                **_INDEXER,
+                "tie_word_embeddings": False,
+                "final_logit_softcapping": 10.0,
+                "indexer_types": ["full", "shared", "full", "shared", "full"],
+                "no_rope_layers": [1, 0, 1, 0, 1],
+                "kv_source_layers": [0, 1, 0, 1, 4],
+                "num_hidden_layers": 5,
+            },
+            "vision_config": _PIXTRAL,
         },
     ),
 }
@@ -227,6 +304,10 @@ SEEDS = {
     "deepseek_v3": 1,
     "deepseek_v32": 6,
     "glm_moe_dsa": 40,
+    "axk2": 3,
+    "dots3_note": 11,
+    "hy_v4": 20,
+    "mistral_large4": 13,
     "starcoder2": 2,
     "minimax_m2": 2,
     "ernie4_5_moe": 3,
@@ -234,7 +315,8 @@ SEEDS = {
 }  # others: 1
 """Of six tried for each family: over 1,024 greedy tokens after random prompts the best two logits are at least 9e-4 apart.
 Rounding moves these logits by about 3e-5. DeepSeek V3.2, eight tried: a chosen token's score and the best one's that is not differ by
-4e-5 of the scores' deviation at least. GLM-5, sixty tried: logits 3.8e-3, scores 3.9e-5, over 1,040 tokens and their prompts."""
+4e-5 of the scores' deviation at least. GLM-5, sixty tried: logits 3.8e-3, scores 3.9e-5, over 1,040 tokens and their prompts. Mistral
+Large 4, Hy4, A.X-K2 and dots3-note, twenty tried at least: logits 5e-3 over 285 tokens."""
 ROPE_VARIANTS: dict[str, dict[str, Any]] = {
     # for `rope_parameters=`; lengths fit max_position_embeddings=512
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -275,7 +357,10 @@ def make_tiny_checkpoint(
         seed = SEEDS.get(family, 1) if seed is None else seed
     elif family is not None or config_class is None or model_class is None:
         raise ValueError("make_tiny_checkpoint takes either a family, or config_class and model_class.")
-    config = config_class(**{**_COMMON, **own, **overrides})
+    fields = {**_COMMON, **own, **overrides}
+    if "text_config" in own:  # a model that reads images or sound as well: fields are those of its text
+        fields = {**own, "text_config": {**_COMMON, **own["text_config"], **overrides}}
+    config = config_class(**fields)
     with torch.random.fork_rng():
         torch.manual_seed(1 if seed is None else seed)
         model: Any = model_class(config)
@@ -293,7 +378,7 @@ def _randomize(model: Any) -> None:
 
     is_gemma = "Gemma" in type(model).__name__  # norms multiply by 1 + w, embeddings by sqrt(hidden_size)
     is_transposed = any(name in type(model).__name__ for name in ("GptOss", "Llama4"))
-    embed_scale = model.config.hidden_size**0.5 if is_gemma else 1.0
+    embed_scale = model.config.get_text_config().hidden_size ** 0.5 if is_gemma else 1.0
     gains = {
         "o_proj.weight": 3.0,
         "down_proj.weight": 3.0,
@@ -304,7 +389,9 @@ def _randomize(model: Any) -> None:
     }
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name == "model.norm.weight":
+            if name.endswith("softmax_scaling.bias"):  # of a factor, not of a sum
+                weight.normal_(1.0, 0.2)
+            elif name == "model.norm.weight":
                 weight.normal_(embed_scale - 1.0 if is_gemma else 1.0, 0.2)
             elif is_gemma and name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
                 weight.normal_(2.0, 0.2)
@@ -413,10 +500,13 @@ What is the capital of France? The capital of France is Paris. Tell me a story a
 def load_reference(path: str | Path) -> Any:
     """transformers' own float32 model of a folder, with plain attention."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, attn_implementation="eager")
-    model.eval()  # type: ignore[no-untyped-call]
+    config = transformers.AutoConfig.from_pretrained(str(path))
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    auto: Any = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForImageTextToText
+    model = auto.from_pretrained(str(path), dtype=torch.float32, attn_implementation="eager")
+    model.eval()
     return model
 
 

@@ -39,6 +39,7 @@ class SparseCase:
     block_size: int = 16
     dtype: str = "float32"
     num_padding: int = 0
+    has_sinks: bool = False
 
     def needs(self, *, is_indexer: bool) -> AttentionNeeds:
         of_all: dict[str, Any] = {"num_kv_heads": 1, "block_size": self.block_size, "dtype": self.dtype}
@@ -48,7 +49,7 @@ class SparseCase:
             )
         return AttentionNeeds(
             head_dim=self.latent_dim + self.rope_dim, num_heads=self.num_heads, is_mla=True, is_sparse=True,
-            latent_dim=self.latent_dim, **of_all,
+            latent_dim=self.latent_dim, has_sinks=self.has_sinks, **of_all,
         )  # fmt: skip
 
 
@@ -63,6 +64,11 @@ CASES: dict[str, SparseCase] = {
     "one-token-chosen": SparseCase(top_k=1),
     "more-than-there-are": SparseCase(top_k=200),
     "odd-sizes": SparseCase(top_k=11, latent_dim=40, rope_dim=8, index_heads=3, index_dim=24),
+    "nothing-turns": SparseCase(rope_dim=0),
+    "sinks": SparseCase(has_sinks=True, num_padding=1),
+    "sinks-in-bfloat16": SparseCase(
+        rows=((1, 0), (1, 300), (3, 130)), top_k=70, num_heads=20, has_sinks=True, dtype="bfloat16"
+    ),
     "many-heads": SparseCase(rows=((1, 40), (3, 9)), num_heads=20, index_heads=20),
     "blocks-of-seven": SparseCase(block_size=7),
     "long-row": SparseCase(rows=((1, 1200), (2, 300)), top_k=70),
@@ -112,6 +118,7 @@ class SparseStep:
         self.layer = SimpleNamespace(
             layer_name="layer", needs=needs, num_heads=case.num_heads, head_dim=needs.head_dim,
             latent_dim=case.latent_dim, scale=needs.head_dim**-0.5, cache=self.cache, chosen=self.chosen,
+            sinks=self._random(case.num_heads) * 2 if case.has_sinks else None,
         )  # fmt: skip
 
     def _random(self, *shape: int) -> Tensor:
@@ -159,7 +166,7 @@ class SparseStep:
     def attend(self, key: BatchDescriptor | None = None) -> Tensor:
         if key is not None:
             self.backend.reserve(key)
-        output = self.query[..., : self.case.latent_dim].contiguous().fill_(float("nan"))
+        output = torch.full_like(self.query[..., : self.case.latent_dim], float("nan")).contiguous()
         self.backend.bind(self.layer)(self.query, self.backend.build(self.common, key), output)
         return output[: self.num_tokens]
 
@@ -182,7 +189,9 @@ class SparseStep:
         for token, row in enumerate(rows):
             context = self.latents[row].double().cpu()[chosen[token]]
             scores = self.query[token].double().cpu() @ context.T * self.layer.scale
-            results.append(scores.softmax(-1) @ context[:, : self.case.latent_dim])
+            if self.layer.sinks is not None:  # one more term of the denominator
+                scores = torch.cat([scores, self.layer.sinks.double().cpu()[:, None]], dim=-1)
+            results.append(scores.softmax(-1)[:, : len(context)] @ context[:, : self.case.latent_dim])
         return torch.stack(results)
 
 

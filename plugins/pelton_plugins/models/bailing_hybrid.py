@@ -20,7 +20,7 @@ from pelton_plugins.models.deepseek import MLAAttention
 from pelton_plugins.models.experts import SparseMoe
 from pelton_plugins.models.hybrid import MLP, HybridDecoder, Parts, layer_kind, renamed
 from pelton_plugins.models.moe import check_fields, shared_experts
-from pelton_plugins.models.normed import NormedLinear
+from pelton_plugins.models.normed import NormedLinear, head_shard
 from pelton_plugins.models.shares import Share, row_shard
 from pelton_plugins.models.stacked_experts import one_for_each_expert
 from pelton_plugins.models.state_layer import StateLayer
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pelton.attention.metadata import ForwardBatch
+    from pelton.quantization.interface import LinearShard
 
 _NAMES = {
     "model.word_embeddings.": "model.embed_tokens.", ".attention.dense.": ".self_attn.o_proj.", ".attention.": ".self_attn.",
@@ -95,6 +96,12 @@ class BailingDeltaAttention(StateLayer):
         return (fallen.expm1().log()).clamp(min=-80.0)
 
 
+class BailingLatentAttention(MLAAttention):
+    def gate_shards(self, config: BuildConfig, prefix: str) -> list[LinearShard]:
+        hf = config.hf
+        return [head_shard(f"{prefix}.g_proj", hf.num_attention_heads, 1, hf.hidden_size, config)]
+
+
 class BailingHybridForCausalLM(HybridDecoder):
     def make_layer(self, index: int, config: BuildConfig, prefix: str) -> nn.Module:
         hf, attention = config.hf, f"{prefix}.self_attn"
@@ -107,9 +114,7 @@ class BailingHybridForCausalLM(HybridDecoder):
                     f"partial_rotary_factor is {rope.rotary_dim / hf.qk_rope_head_dim}; this model has 1.0: all of qk_rope_head_dim turns. "
                     "Use another checkpoint."
                 )
-            mixer: nn.Module = MLAAttention(
-                norm, choice=None, rope=rope, gate="g_proj", config=config, prefix=attention
-            )
+            mixer: nn.Module = BailingLatentAttention(norm, choice=None, rope=rope, config=config, prefix=attention)
         else:
             mixer = BailingDeltaAttention(norm, config=config, prefix=attention)
         return Parts(mixer, self.make_mlp(index, config, f"{prefix}.mlp"))

@@ -27,6 +27,7 @@ from pelton.ops.moe import (
     AddNormMoeNeeds,
     AddNormMoeTensors,
     ExpertsSpec,
+    Moe,
     MoeNeeds,
     MoeTensors,
     RoutingSpec,
@@ -162,7 +163,7 @@ class SparseMoe(nn.Module):
         *,
         routing: RoutingSpec,
         activation: str,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         config: BuildConfig,
         prefix: str,
         names: ExpertNames = ExpertNames(),
@@ -175,7 +176,8 @@ class SparseMoe(nn.Module):
         shared_gate: str | None = None,
         router_dtype: torch.dtype | None = None,
     ) -> None:
-        """prefix: of the MLP in the checkpoint. has_bias, limit: as in `ExpertsSpec`; a router has a bias where its experts have.
+        """norm: None where what comes in is normed already, with its residual beside it. prefix: of the MLP in the checkpoint. has_bias,
+        limit: as in `ExpertsSpec`; a router has a bias where its experts have.
         make_experts: allocates the experts' tensors and says how a checkpoint fills them, where it is not one tensor a matrix;
         weight_format: of what it allocates; multiple: of which each rank's part of the intermediate size is one, so that `make_experts`
         has to fill up what the last ranks lack with zeros.
@@ -247,7 +249,12 @@ class SparseMoe(nn.Module):
             self.router, dict(self.experts.items()), self.router_bias, self.correction, self.expert_load, parallel.experts,
             self.copies, held_by=self.places[parallel.rank :: parallel.size],
         )  # fmt: skip
-        self.add_norm_moe: AddNormMoe = config.ops.bind(
+        self.moe: Moe | None = None
+        self.add_norm_moe: AddNormMoe | None = None
+        if norm is None:
+            self.moe = config.ops.bind("moe", moe, tensors)
+            return
+        self.add_norm_moe = config.ops.bind(
             "add_norm_moe", AddNormMoeNeeds(dtype=config.dtype_name, norm=norm.spec, tp_size=parallel.size, moe=moe),
             AddNormMoeTensors(norm.weight, tensors, None, config.all_reduce(hidden_size)),
         )  # fmt: skip
@@ -266,7 +273,11 @@ class SparseMoe(nn.Module):
         slots = batch.slot_mappings[0] if batch.slot_mappings else batch.positions  # the memory profile has no slots
         if tokens is not None:
             slots = slots.index_select(0, tokens)
-        result, x, residual = self.add_norm_moe(hidden, residual, slots)
+        if self.add_norm_moe is None:
+            assert self.moe is not None and residual is not None
+            result, x = self.moe(hidden, slots), hidden
+        else:
+            result, x, residual = self.add_norm_moe(hidden, residual, slots)
         if self.expert_load is not None and not batch.slot_mappings:
             self.expert_load.zero_()  # nobody's tokens
         if self.shared is not None:
@@ -278,7 +289,7 @@ class SparseMoe(nn.Module):
 
     def read_by(self, reader: Callable[[int], Callable[..., object] | None] | None) -> None:
         """Say which op, by the number of tokens, alone reads the result (`Moe`), unless something is done to it first; None: anybody."""
-        if self.shared is None and hasattr(self.add_norm_moe, "read_by"):
+        if self.shared is None and self.add_norm_moe is not None and hasattr(self.add_norm_moe, "read_by"):
             self.add_norm_moe.read_by(reader)
 
     def place_experts(self, placement: list[int], ranks: Communicator) -> None:
@@ -512,7 +523,7 @@ def _parameter(config: BuildConfig, *shape: int, dtype: torch.dtype | None = Non
 
 
 def _activation(name: str) -> str:
-    if name == "swiglu_oai":
+    if name in ("swiglu_oai", "silu_clamped"):
         return name
     if name not in ACTIVATION_NAMES:
         raise ConfigError(f"hidden_act is {name!r}; gated layers have {', '.join(ACTIVATION_NAMES)}.")

@@ -40,11 +40,19 @@ class Choice:
     """A step's choice, which a layer's indexer makes, and its attention and that of layers without one read. One for all layers, at
     fixed addresses."""
 
-    def __init__(self, config: BuildConfig, layers: range) -> None:
-        """layers: those of this stage. Raises `ConfigError` for a query without a latent, where ranks share a cache token by token,
-        and where the first layer has no indexer."""
+    def __init__(
+        self,
+        config: BuildConfig,
+        layers: range,
+        *,
+        reads_query_latent: bool = True,
+        indexers: frozenset[int] | None = None,
+    ) -> None:
+        """layers: those of this stage. reads_query_latent: indexers do, and not what the attention reads. indexers: layers that have one,
+        where no other reads what it chose; by config.json when None. Raises `ConfigError` for a query without a latent, where ranks share
+        a cache token by token, and where the first layer has to read what one before it chose."""
         hf, context = config.hf, config.parallel.context
-        if not hf.get("q_lora_rank"):
+        if reads_query_latent and not hf.get("q_lora_rank"):
             raise ConfigError(
                 f"q_lora_rank is {hf.get('q_lora_rank')}, and this model's indexer reads the query's latent. Give config.json its "
                 "size, such as 1536."
@@ -54,9 +62,9 @@ class Choice:
                 f"decode_context_parallel_size is {context.size}, and this model's indexer compares all tokens of a row, of which "
                 "each rank would keep a part. Set it to 1."
             )
-        self.indexers = layers_with_indexer(hf)
+        self.indexers = layers_with_indexer(hf) if indexers is None else indexers
         """Numbers of the layers that have one."""
-        if layers[0] not in self.indexers:
+        if indexers is None and layers[0] not in self.indexers:
             raise ConfigError(
                 f"Layer {layers[0]} has no indexer, and none is before it in its pipeline stage. Layers {sorted(self.indexers)} have one: "
                 "let stages begin there, by pipeline_layer_partition."
@@ -65,6 +73,24 @@ class Choice:
         self.tokens = config.empty(rows, top_k, dtype=torch.int32)
         """[tokens of a step, K]: tokens of the row, in front of -1 where there are fewer."""
         self.weights = config.empty(rows, hf.index_n_heads, dtype=torch.float32)
+
+
+class Window:
+    """A step's choice that is each token's last ones: a sliding window, of layers whose attention reads what is chosen. Their caches keep
+    all tokens."""
+
+    def __init__(self, config: BuildConfig, size: int) -> None:
+        """size: tokens, the token itself among them."""
+        size = min(size, config.max_model_len)
+        self.tokens = config.empty(config.max_num_batched_tokens, size, dtype=torch.int32)
+        """As in `Choice`."""
+        self._places = torch.arange(size, device=config.device)
+
+    def choose(self, positions: Tensor) -> None:
+        """positions [T] of a step's tokens in their rows."""
+        last = positions[:, None]
+        tokens = (last - (len(self._places) - 1)).clamp(min=0) + self._places
+        self.tokens[: len(positions)] = torch.where(tokens <= last, tokens, -1)
 
 
 def layers_with_indexer(hf: HFConfig) -> frozenset[int]:
@@ -91,9 +117,22 @@ class Indexer(nn.Module):
     backend: AttentionBackend
     attend: BoundAttention
 
-    def __init__(self, choice: Choice, *, rope: Rope, config: BuildConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        choice: Choice,
+        *,
+        rope: Rope | None,
+        config: BuildConfig,
+        prefix: str,
+        query_size: int | None = None,
+        key_eps: float = _KEY_NORM_EPS,
+        turns_last: bool = False,
+    ) -> None:
+        """query_size: of what the queries are made of; `q_lora_rank` when None. key_eps: of the keys' norm. turns_last: the last numbers
+        of a head turn, not the first."""
         super().__init__()
         hf = config.hf
+        query_size = hf.q_lora_rank if query_size is None else query_size
         self.layer_name = prefix
         self.shares: str | None = None
         self.num_heads, self.head_dim = hf.index_n_heads, hf.index_head_dim
@@ -101,12 +140,12 @@ class Indexer(nn.Module):
         self.block_size = config.block_size
         self.kv_dtype = config.dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.choice, self.weights, self.rope = choice, choice.weights, rope
-        self.is_interleaved = bool(hf.get("indexer_rope_interleave"))
+        self.is_interleaved, self.turns_last = bool(hf.get("indexer_rope_interleave")), turns_last
         self.wq_b = ShardLinear(
-            whole_shard(f"{prefix}.wq_b", self.num_heads * self.head_dim, hf.q_lora_rank), config=config
+            whole_shard(f"{prefix}.wq_b", self.num_heads * self.head_dim, query_size), config=config
         )
         self.wk = ShardLinear(whole_shard(f"{prefix}.wk", self.head_dim, hf.hidden_size), config=config)
-        self.k_norm = LayerNorm(self.head_dim, config=config, prefix=f"{prefix}.k_norm", eps=_KEY_NORM_EPS)
+        self.k_norm = LayerNorm(self.head_dim, config=config, prefix=f"{prefix}.k_norm", eps=key_eps)
         if config.adapters is not None:
             config.adapters.refuse(f"{prefix}.weights_proj", "it is kept in float32")
         self.weights_proj = nn.Parameter(
@@ -130,24 +169,30 @@ class Indexer(nn.Module):
         self.metadata_index, self.group_id, self.backend = metadata_index, backend.group_id, backend
         self.attend = backend.bind(self)
 
-    def forward(self, hidden: Tensor, query_latent: Tensor, batch: ForwardBatch) -> None:
-        """hidden [T, H], normed; query_latent [T, rank]. Leaves the choice in `Choice.tokens`."""
+    def queries(self, source: Tensor, positions: Tensor) -> Tensor:
+        """source [T, rank of the query's latent] -> [T, J, D], before rope."""
+        made: Tensor = self.wq_b(source)
+        return made.view(-1, self.num_heads, self.head_dim)
+
+    def forward(self, hidden: Tensor, source: Tensor, batch: ForwardBatch) -> None:
+        """hidden [T, H], normed; source: what `queries` reads. Leaves the choice in `Choice.tokens`."""
         num_tokens = hidden.shape[0]
-        cos, sin = self.rope.cos_sin[batch.positions][:, None, :].chunk(2, dim=-1)
-        query = self.wq_b(query_latent).view(num_tokens, self.num_heads, self.head_dim)
-        query = rotate(self._halves(query), cos, sin)
-        key = rotate(self._halves(self.k_norm(self.wk(hidden))[:, None]), cos, sin)[:, 0]
+        query, key = self.queries(source, batch.positions), self.k_norm(self.wk(hidden))[:, None]
+        if self.rope is not None:
+            cos, sin = self.rope.cos_sin[batch.positions][:, None, :].chunk(2, dim=-1)
+            query, key = (rotate(self._halves(x, self.rope.rotary_dim), cos, sin) for x in (query, key))
         torch.mul(F.linear(hidden.float(), self.weights_proj), self._scale, out=self.weights[:num_tokens])
         if not batch.attention:  # the pass that measures memory, before there is a cache
             return
-        write_rows(key, self.cache, batch.slot_mappings[self.group_id])
+        write_rows(key[:, 0], self.cache, batch.slot_mappings[self.group_id])
         chosen = self.choice.tokens[:num_tokens]
         if batch.cut is None:
             self.attend(query, batch.attention[self.metadata_index], chosen)
         else:
             batch.cut(self, query, chosen)
 
-    def _halves(self, x: Tensor) -> Tensor:
-        """Pairs (2i, 2i + 1) of what turns brought to (i, i + rotary_dim / 2), as in `MLALayer`."""
-        turned = self.rope.rotary_dim
+    def _halves(self, x: Tensor, turned: int) -> Tensor:
+        """Numbers that turn brought to the front, and pairs (2i, 2i + 1) of them to (i, i + turned / 2), as in `MLALayer`."""
+        if self.turns_last:
+            x = x.roll(turned, dims=-1)
         return torch.cat([x[..., :turned:2], x[..., 1:turned:2], x[..., turned:]], dim=-1) if self.is_interleaved else x

@@ -63,6 +63,59 @@ def pelton_models() -> Sequence[ModelEntry]:
             ),
             doc="GLM-5: DeepSeek V3.2's shape, with an indexer in all or some layers",
         ),
+        ModelEntry(
+            name="dots3_note",
+            load="pelton_plugins.models.dots3_note:Dots3NoteForCausalLM",
+            architectures=("Dots3NoteForCausalLM",),
+            config_defaults=(("rms_norm_eps", 1e-5), ("indexer_rope_interleave", True)),
+            doc="dots3-note, text: layers with DeepSeek V3.2's indexer or with windows, gates of heads",
+        ),
+        ModelEntry(
+            name="axk2",
+            load="pelton_plugins.models.axk2:AXK2ForCausalLM",
+            architectures=("AXK2ForCausalLM",),
+            config_defaults=(("first_k_dense_replace", 1), ("n_shared_experts", 1), ("routed_scaling_factor", 2.5)),
+            doc="A.X-K2: DeepSeek V3.2's shape with gates of norms and of what attention gives",
+        ),
+        *(
+            ModelEntry(
+                name=name,
+                load=f"pelton_plugins.models.hy_v4:{architecture}",
+                architectures=(architecture,),
+                config_defaults=(
+                    ("first_k_dense_replace", 1),
+                    ("n_shared_experts", 1),
+                    ("routed_scaling_factor", 2.827),
+                    ("rms_norm_eps", 1e-5),
+                    ("index_topk_freq", 4),
+                    ("hc_mult", 4),
+                    ("rope_interleave", is_interleaved),
+                    ("indexer_rope_interleave", is_interleaved),
+                ),
+                doc=f"{known_as}: DeepSeek V3.2's shape with streams, sinks, gates, and an indexer in all or some layers",
+            )
+            for name, architecture, is_interleaved, known_as in (
+                ("hy_v4", "HYV4ForCausalLM", False, "Hy4"),
+                (
+                    "hy_v4_vl-text",
+                    "HYV4VLForConditionalGeneration",
+                    True,
+                    "Hy4 with a part for images, of which the text is read",
+                ),
+            )
+        ),
+        ModelEntry(
+            name="mistral_large4",
+            load="pelton_plugins.models.mistral_large4:MistralLarge4ForConditionalGeneration",
+            architectures=("MistralLarge4ForConditionalGeneration",),
+            config_defaults=(
+                ("first_k_dense_replace", 1),
+                ("n_shared_experts", 1),
+                ("rms_norm_eps", 1e-5),
+                ("final_logit_softcapping", 30.0),
+            ),
+            doc="Mistral Large 4, text: an indexer in all or some layers, queries scaled by position, latents that layers share",
+        ),
         _entry("mixtral", "MixtralForCausalLM", "Mistral's shape with experts"),
         _entry("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2's attention with experts, one of them taken by every token"),
         _entry("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3's attention with experts"),

@@ -44,6 +44,18 @@ def test_biases_and_the_activation_of_gpt_oss(dtype: torch.dtype, isa: str) -> N
         check_moe(NativeMoe, *made, tolerance=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_activation_of_hy4(dtype: torch.dtype, isa: str) -> None:
+    for sizes in (SIZES, IN_PANELS):
+        for num_tokens in (1, 40):
+            made = moe_case(CPU, ROUTINGS["groups"], num_tokens, dtype, sizes, activation="silu_clamped", limit=0.5)
+            check_moe(NativeMoe, *made, tolerance=TOLERANCE[dtype])
+    made = moe_case(
+        CPU, ROUTINGS["groups"], 40, dtype, IN_PANELS, activation="silu_clamped", limit=0.5, weight_format="q8_0"
+    )
+    check_moe(NativeMoe, *made, tolerance=2 * TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_whole_experts_of_several_ranks(num_tokens: int, isa: str) -> None:
     made = moe_case(CPU, ROUTINGS["groups"], num_tokens, sizes=IN_PANELS)

@@ -88,7 +88,9 @@ def case(routing: RoutingSpec, **experts: Any) -> tuple[MoeNeeds, MoeTensors, to
 
 @pytest.mark.parametrize("scales_input", [False, True])
 @pytest.mark.parametrize(
-    "experts", [{}, {"activation": "swiglu_oai", "limit": 1.0, "has_bias": True}], ids=["silu", "gpt-oss"]
+    "experts",
+    [{}, {"activation": "swiglu_oai", "limit": 1.0, "has_bias": True}, {"activation": "silu_clamped", "limit": 1.0}],
+    ids=["silu", "gpt-oss", "hy4"],
 )
 def test_experts_one_token_at_a_time(experts: dict[str, Any], scales_input: bool) -> None:
     routing = RoutingSpec(num_experts=E, top_k=2, scales_input=scales_input)
@@ -106,16 +108,17 @@ def test_experts_one_token_at_a_time(experts: dict[str, Any], scales_input: bool
                 counts[expert] += 1
                 read = x[row].double() * (weight if scales_input else 1.0)
                 inner = tensors.experts["gate_up"][expert].double() @ read
-                if experts:
+                if "has_bias" in experts:
                     inner = inner + tensors.experts["gate_up_bias"][expert]
                 gate, up = inner[:WIDTH], inner[WIDTH:]
                 if experts:
                     gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
+                if "has_bias" in experts:
                     inner = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
                 else:
                     inner = gate / (1 + torch.exp(-gate)) * up
                 out = tensors.experts["down"][expert].double() @ inner
-                if experts:
+                if "has_bias" in experts:
                     out = out + tensors.experts["down_bias"][expert]
                 want += out * (1.0 if scales_input else weight)
         torch.testing.assert_close(got[row].double(), want, atol=1e-4, rtol=1e-4)

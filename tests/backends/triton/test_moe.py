@@ -85,6 +85,15 @@ def test_biases_and_the_activation_of_gpt_oss(num_tokens: int, device: torch.dev
 
 
 @pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("form", [{}, {"weight_format": "e4m3", "group_size": 32}], ids=["plain", "e4m3"])
+def test_the_activation_of_hy4(num_tokens: int, form: dict[str, Any], device: torch.device) -> None:
+    made = moe_case(
+        device, ROUTINGS["groups"], num_tokens, sizes=(96, 160), activation="silu_clamped", limit=0.5, **form
+    )
+    check_moe(TritonMoe, *made, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
 @pytest.mark.parametrize(
     "form, sizes",
     [

@@ -25,10 +25,11 @@ def test_scores_of_many_tokens_are_written_in_parts(tokens: int, monkeypatch: py
     assert (step.chosen[step.num_tokens :] == -7).all(), "padding is left alone"
 
 
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("splits", [3, 8])
-def test_parts_of_a_choice_are_merged(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_choice_are_merged(splits: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent, "num_splits", lambda *_: splits)
-    step = make_step(SparseCase(rows=((1, 0), (1, 16), (1, 200)), top_k=100))
+    step = make_step(SparseCase(rows=((1, 0), (1, 16), (1, 200)), top_k=100, has_sinks=has_sinks))
     chosen = step.choose()
     torch.testing.assert_close(step.attend().double().cpu(), step.expected(chosen), atol=2e-5, rtol=2e-5)
 

@@ -19,6 +19,10 @@ KINDS_OF_CACHE = (
     "gpt_oss",
     "deepseek_v3_moe",
     "deepseek_v32",
+    "axk2",
+    "dots3_note",
+    "hy_v4",
+    "mistral_large4",
     "gemma3n",
     "gemma4",
     "cohere2",
@@ -146,4 +150,6 @@ def test_bfloat16_stays_near_float32(checkpoint, reference, make_driver, token_i
     assert got.dtype == torch.float32
     near = torch.nn.functional.cosine_similarity(got, want, dim=-1) > 0.97
     # A row of a model with experts is another one where rounding chooses another expert.
-    assert near.float().mean() >= 0.8 if hasattr(reference.config, "num_experts_per_tok") else near.all()
+    assert (
+        near.float().mean() >= 0.8 if hasattr(reference.config.get_text_config(), "num_experts_per_tok") else near.all()
+    )

@@ -11,7 +11,7 @@ from pelton_platforms.device.graphs.captures import run_split_at_attention
 from pelton_plugins.models.indexer import layers_with_indexer
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"], indirect=True)
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4"], indirect=True)
 def test_steps_in_pieces(checkpoint, reference, make_driver, token_ids, monkeypatch):
     """Choice and attention are what runs between the pieces: two calls a layer, one where a layer has no indexer."""
     driver = make_driver(checkpoint)
@@ -28,13 +28,13 @@ def test_steps_in_pieces(checkpoint, reference, make_driver, token_ids, monkeypa
     monkeypatch.setattr(driver.model, "forward", in_pieces)
     got = torch.cat([driver.step({"a": part})["a"] for part in (token_ids[:50], token_ids[50:51], token_ids[51:90])])
     torch.testing.assert_close(got, reference_logits(reference, token_ids[:90]), atol=1e-4, rtol=1e-4)
-    kinds = getattr(reference.config, "indexer_types", ["full"] * 4)
+    kinds = getattr(reference.config.get_text_config(), "indexer_types", ["full"] * 4)
     calls_of = {"full": ("indexer", "attn"), "shared": ("attn",)}
-    layers = [f"model.layers.{index}.self_attn.{name}" for index in range(4) for name in calls_of[kinds[index]]]
+    layers = [f"model.layers.{index}.self_attn.{name}" for index, kind in enumerate(kinds) for name in calls_of[kind]]
     assert calls == layers * 3
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"], indirect=True)
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4"], indirect=True)
 def test_all_layers_leave_their_choice_in_one_place(checkpoint, make_driver):
     driver = make_driver(checkpoint, max_num_batched_tokens=64)
     choices = {layer.self_attn.indexer.choice for layer in driver.model.layers if layer.self_attn.indexer is not None}

@@ -4,7 +4,10 @@
 
 #include "pool.h"
 
-enum { ACTIVATION_NONE = -1, ACTIVATION_SILU = 0, ACTIVATION_GELU = 1, ACTIVATION_GELU_TANH = 2, ACTIVATION_SWIGLU_OAI = 3 };
+enum {
+    ACTIVATION_NONE = -1, ACTIVATION_SILU = 0, ACTIVATION_GELU = 1, ACTIVATION_GELU_TANH = 2, ACTIVATION_SWIGLU_OAI = 3,
+    ACTIVATION_SILU_CLAMPED = 4
+};
 
 struct linear {
     const void *weight;                 /* [out_features, in_features], or panels where is_packed */
@@ -12,7 +15,7 @@ struct linear {
     const void *norm, *post_norm;       /* [in_features] or NULL */
     int64_t in_features, out_features;  /* with an activation: gate rows, then up rows */
     int64_t output_stride;              /* numbers between rows of the output */
-    float eps, post_eps, soft_cap;      /* soft_cap 0: none; of ACTIVATION_SWIGLU_OAI what gate and up are clamped to */
+    float eps, post_eps, soft_cap;      /* soft_cap 0: none; of an activation that clamps gate and up, to what */
     int32_t unit_offset, post_unit_offset, activation, is_logits, dtype, is_packed;
     int32_t bare_activation;            /* of results without a gate: its number and 1; 0: none */
 };

@@ -417,9 +417,9 @@ INLINE void finish_gated(const struct linear *op, const float *sums, int64_t m, 
         }
 }
 
-/* gpt-oss: gate sigmoid(1.702 gate) (up + 1) of clamped numbers. */
-INLINE void finish_oai(const struct linear *op, const float *sums, int64_t m, int64_t first, int64_t count, char *output,
-                       size_t row_bytes, int dtype) {
+/* Of clamped numbers: gpt-oss, gate sigmoid(1.702 gate) (up + 1); Hy4, silu(gate) up. */
+INLINE void finish_clamped(const struct linear *op, const float *sums, int64_t m, int64_t first, int64_t count, char *output,
+                           size_t row_bytes, int is_oai, int dtype) {
     float bias[PANEL], up_bias[PANEL];
     load_bias(op, first, count, bias, dtype);
     load_bias(op, op->out_features / 2 + first, count, up_bias, dtype);
@@ -430,6 +430,10 @@ INLINE void finish_oai(const struct linear *op, const float *sums, int64_t m, in
             vec up = vec_round(vec_load(sums + PANEL / 2 + i) + vec_load(up_bias + i), dtype);
             gate = vec_select(gate > limit, limit, gate);
             up = vec_select(up > limit, limit, vec_select(up < -limit, -limit, up));
+            if (!is_oai) {
+                store_part(output, first + i, vec_round(silu(gate), dtype) * up, count - i, dtype);
+                continue;
+            }
             vec sigmoid = vec_round(1.0f / (1.0f + vec_exp(-vec_round(1.702f * gate, dtype))), dtype);
             store_part(output, first + i, vec_round(gate * sigmoid, dtype) * vec_round(up + 1.0f, dtype), count - i, dtype);
         }
@@ -459,7 +463,9 @@ INLINE void finish_rows(const struct linear *op, const float *sums, int64_t m, i
     if (op->activation == ACTIVATION_SILU)
         finish_gated(op, sums, m, first, count, output, row_bytes, 1, dtype);
     else if (op->activation == ACTIVATION_SWIGLU_OAI)
-        finish_oai(op, sums, m, first, count, output, row_bytes, dtype);
+        finish_clamped(op, sums, m, first, count, output, row_bytes, 1, dtype);
+    else if (op->activation == ACTIVATION_SILU_CLAMPED)
+        finish_clamped(op, sums, m, first, count, output, row_bytes, 0, dtype);
     else if (op->activation != ACTIVATION_NONE)
         finish_gated(op, sums, m, first, count, output, row_bytes, 0, dtype);
     else if (op->is_logits)

@@ -19,6 +19,8 @@ from pelton_backends.triton.runtime import dot, has_pdl, launch_options, let_nex
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LOG2E = tl.constexpr(latent.LOG2_E)
+
 
 @triton.jit
 def _slots_of(chosen, table, first, last_key, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
@@ -30,11 +32,11 @@ def _slots_of(chosen, table, first, last_key, KEYS: tl.constexpr, BLOCK_SIZE: tl
 
 @triton.jit
 def sparse_latent_kernel(
-    query, cache, chosen, output, sums, stats, query_start_loc, seq_lens, block_table, num_reqs, stride_query,
+    query, cache, chosen, sinks, output, sums, stats, query_start_loc, seq_lens, block_table, num_reqs, stride_query,
     stride_block, stride_chosen, stride_output, stride_table, scale,
     NUM_HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOP_K: tl.constexpr,
     PADDED_LATENT: tl.constexpr, PADDED_ROPE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    SEARCHES: tl.constexpr, PDL: tl.constexpr,
+    SEARCHES: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for `HEADS` heads, a token, and a split of its chosen latents."""
     first_head, token, split = tl.program_id(0) * HEADS, tl.program_id(1), tl.program_id(2)
@@ -55,6 +57,9 @@ def sparse_latent_kernel(
     q_rope = tl.load(own + LATENT + turned[None, :], in_heads[:, None] & in_rope[None, :], 0.0)
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
+    if SINKS:  # a key without a value, of the first split
+        top = tl.where(split == 0, tl.load(sinks + head, in_heads, 0.0).to(tl.float32) * _LOG2E, top)
+        total = tl.where(split == 0, 1.0, total)
     found = tl.zeros([HEADS, PADDED_LATENT], tl.float32)
     numbers, table = chosen + token.to(tl.int64) * stride_chosen, block_table + row.to(tl.int64) * stride_table
     block, inside = _slots_of(numbers, table, first_key, last_key, KEYS, BLOCK_SIZE)
@@ -92,15 +97,18 @@ def sparse_latent_kernel(
 
 def sparse_latent_attention(
     query: Tensor, cache: Tensor, chosen: Tensor, output: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-    block_table: Tensor, *, scale: float, latent_dim: int, max_seq_len: int,
+    block_table: Tensor, *, scale: float, latent_dim: int, max_seq_len: int, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """output[t, h] = sum over the chosen tokens j of softmax_j(scale query[t, h] . c_j) c_j[: latent_dim], c_j latents of t's row.
+
+    With `sinks` softmax_j has one more term in its denominator, exp(sinks[h]).
 
     Paper  DeepSeek-AI, DeepSeek-V3.2-Exp (2025), section 1.
 
     As `latent_attention`, and
       chosen  [T, K] int32, contiguous but for the first axis: of each token its first min(K, position + 1) are numbers of tokens of
               its row, all different
+      sinks   [H], any float dtype
     Sums in float32, without TF32; weights are rounded to the query's dtype before they meet the latents.
     """
     num_tokens, num_heads, head_dim = query.shape
@@ -114,12 +122,12 @@ def sparse_latent_attention(
     num_reqs, pdl = seq_lens.shape[0], has_pdl(query.device)
     launch(
         sparse_latent_kernel, (triton.cdiv(num_heads, latent.HEADS), num_tokens, splits),
-        query, cache, chosen, output, sums, stats, query_start_loc, seq_lens, block_table, num_reqs, query.stride(0),
-        cache.stride(0), chosen.stride(0), output.stride(0), block_table.stride(0), scale * latent.LOG2_E,
+        query, cache, chosen, chosen if sinks is None else sinks, output, sums, stats, query_start_loc, seq_lens, block_table,
+        num_reqs, query.stride(0), cache.stride(0), chosen.stride(0), output.stride(0), block_table.stride(0), scale * latent.LOG2_E,
         NUM_HEADS=num_heads, LATENT=latent_dim, ROPE=head_dim - latent_dim, BLOCK_SIZE=cache.shape[1],
         TOP_K=chosen.shape[1], PADDED_LATENT=max(triton.next_power_of_2(latent_dim), 16),
         PADDED_ROPE=max(triton.next_power_of_2(head_dim - latent_dim), 16), HEADS=latent.HEADS, KEYS=latent.KEYS,
-        SPLITS=splits, SEARCHES=num_reqs.bit_length() + 1, PDL=pdl, num_warps=latent.WARPS,
+        SPLITS=splits, SEARCHES=num_reqs.bit_length() + 1, SINKS=sinks is not None, PDL=pdl, num_warps=latent.WARPS,
         num_stages=latent.stages_of(query, head_dim), **launch_options(pdl),
     )  # fmt: skip
     if splits > 1:

@@ -264,7 +264,10 @@ def _experts(model: Any, layers: list[Any], hidden: Tensor, residual: Tensor, ba
         for experts in having:
             experts.read_by(None)  # else sums are left to a layer above, which does not read them here
         for experts in having:
-            experts.add_norm_moe(hidden, residual, slots)
+            if experts.add_norm_moe is None:
+                experts.moe(hidden, slots)
+            else:
+                experts.add_norm_moe(hidden, residual, slots)
         getattr(model, "link_layers", lambda: None)()
 
     return [("experts", run, int(share * total), len(having), "add_norm_moe")]

@@ -140,7 +140,7 @@ class TritonMoe:
             reasons.append(f"group_size {group_size}, only powers of two from 16")
         if needs.experts.weight_format in (*INTEGERS, *TABLES) and group_size is not None and group_size < _BLOCK:
             reasons.append(f"group_size {group_size} of codes, at least {_BLOCK}")
-        if needs.experts.activation not in (*ACTIVATIONS, "swiglu_oai"):
+        if needs.experts.activation not in (*ACTIVATIONS, "swiglu_oai", "silu_clamped"):
             reasons.append(f"activation {needs.experts.activation!r}")
         if needs.routing.num_experts > _MAX_EXPERTS:
             reasons.append(f"{needs.routing.num_experts} experts, at most {_MAX_EXPERTS}")

@@ -18,7 +18,12 @@ from pelton_backends.triton.runtime import dot, let_next_start, wait_for_inputs
 @triton.jit
 def gated(gate, up, LIMIT: tl.constexpr, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     """gate and up float32 -> `dtype`."""
-    if ACTIVATION == "swiglu_oai":
+    if ACTIVATION == "silu_clamped":
+        if LIMIT is not None:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        result = activated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), "silu", dtype)
+    elif ACTIVATION == "swiglu_oai":
         if LIMIT is not None:
             gate = tl.minimum(gate, LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
