@@ -102,15 +102,15 @@ class MLALayer(nn.Module):
     def forward(self, query: Tensor, latents: Tensor | None, batch: ForwardBatch) -> Tensor:
         """query [T, H (N + rope_dim)], latents [T, latent_dim + rope_dim], None where they are another layer's -> [T, H V]"""
         num_tokens = query.shape[0]
-        if not batch.attention:  # the pass that measures memory, before there is a cache
-            return query.new_zeros(num_tokens, self.num_heads * self.value_dim)
         keys, values = self.up[:, : self.nope_dim], self.up[:, self.nope_dim :]
         cos_sin = None if self.rope is None else self.rope.cos_sin[batch.positions][:, None, :].chunk(2, dim=-1)
         absorbed = self._absorbed(query, keys, cos_sin)
-        if latents is not None:
+        if latents is not None and batch.attention:
             write_rows(self._kept(latents, cos_sin), self.cache, batch.slot_mappings[self.group_id])
         output = torch.empty(num_tokens, self.num_heads, self.latent_dim, dtype=query.dtype, device=query.device)
-        if batch.cut is None:
+        if not batch.attention:  # the pass that measures memory, before there is a cache: queries and output are most of it
+            output.zero_()
+        elif batch.cut is None:
             self.attend(absorbed, batch.attention[self.metadata_index], output)
         else:
             batch.cut(self, absorbed, output)

@@ -1,5 +1,7 @@
 """Layers whose attention reads what an indexer chose, where steps are cut at both."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -42,6 +44,19 @@ def test_all_layers_leave_their_choice_in_one_place(checkpoint, make_driver):
     assert {layer.self_attn.attn.chosen.data_ptr() for layer in driver.model.layers} == {
         driver.model.layers[0].self_attn.indexer.choice.tokens.data_ptr()
     }
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"], indirect=True)
+def test_memory_is_measured_with_queries_and_output_of_latents(checkpoint, make_driver, monkeypatch):
+    """The pass without a cache makes what attention reads and fills, and nothing that is not a number."""
+    layer, made = make_driver(checkpoint).model.layers[0].self_attn.attn, []
+    absorbed = layer._absorbed
+    monkeypatch.setattr(layer, "_absorbed", lambda *given: made.append(absorbed(*given)) or made[-1])
+    batch = SimpleNamespace(attention=(), positions=torch.arange(5))
+    query = torch.randn(5, layer.num_heads * (layer.nope_dim + layer.rope_dim))
+    out = layer(query, torch.randn(5, layer.head_dim), batch)
+    assert made[0].shape == (5, layer.num_heads, layer.head_dim)
+    assert out.shape == (5, layer.num_heads * layer.value_dim) and not out.any()
 
 
 @pytest.mark.parametrize(
