@@ -117,11 +117,13 @@ def _gather(
 
 
 @gluon.jit
-def _of_rows(inverse, source, tile_rows, tile, INDEX: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return what a warp group's rows of a tile are multiplied by."""
+def of_rows(
+    inverse, source, tile_rows, tile, INDEX: gl.constexpr, TILE_ROWS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Return what a warp group's rows of a tile, which has TILE_ROWS, are multiplied by."""
     place = INDEX * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, LAYOUT)
     is_row = place < gl.load(tile_rows + tile)
-    rows = tile * _ROWS + place
+    rows = tile * TILE_ROWS + place
     if source is not None:
         rows = gl.load(source + rows, mask=is_row, other=0)
     return gl.load(inverse + rows, mask=is_row, other=0.0)
@@ -234,19 +236,19 @@ def _multiply(
             if BLOCKS == 1:
                 first, second = gl.split(gl.permute(gl.reshape(total, (_GROUP_ROWS, 2, _HALF)), (0, 2, 1)))
             if HAS_SCALES:
-                of_rows = _of_rows(
-                    inverse, source, tile_rows, tile // num_columns, INDEX, gl.SliceLayout(1, first.type.layout)
+                scales_of_rows = of_rows(
+                    inverse, source, tile_rows, tile // num_columns, INDEX, _ROWS, gl.SliceLayout(1, first.type.layout)
                 )
                 if BLOCKS > 1:
-                    first, second = first * of_rows[:, None], second * of_rows[:, None]
+                    first, second = first * scales_of_rows[:, None], second * scales_of_rows[:, None]
                 else:
                     scales = weight_scale + gl.load(tile_expert + tile // num_columns) * weight_rows
                     place = column * (_COLUMNS if ACTIVATION is None else _HALF)
-                    first = scaled_half(first, scales, of_rows, place, size)
+                    first = scaled_half(first, scales, scales_of_rows, place, size)
                     if ACTIVATION is None:
-                        second = scaled_half(second, scales, of_rows, place + _HALF, size)
+                        second = scaled_half(second, scales, scales_of_rows, place + _HALF, size)
                     else:
-                        second = scaled_half(second, scales + size, of_rows, place, size)
+                        second = scaled_half(second, scales + size, scales_of_rows, place, size)
             if bias is not None:
                 biases = bias + gl.load(tile_expert + tile // num_columns) * weight_rows
                 if ACTIVATION is None:

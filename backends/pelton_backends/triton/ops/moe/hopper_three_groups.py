@@ -24,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pelton_backends.triton.launch import Launcher
 from pelton_backends.triton.ops.linear.hopper_matmul import activated_tile, store_tile, tile_place
+from pelton_backends.triton.ops.moe.hopper import of_rows
 from pelton_backends.triton.ops.moe.split import SplitRows
 from pelton_backends.triton.runtime import num_sms
 
@@ -103,17 +104,6 @@ def _fetch(
             INDEX, source, tile_expert, tile_rows, tile, num_row_tiles, num_columns, weight_rows, IS_GATED, LAYOUT
         )
     return tile, k, rows, is_any, weight_row
-
-
-@gluon.jit
-def _of_rows(INDEX: gl.constexpr, inverse, source, tile_rows, tile_row, LAYOUT: gl.constexpr):
-    """Return what a warp group's rows of a tile are multiplied by."""
-    place = INDEX * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, LAYOUT)
-    is_row = place < gl.load(tile_rows + tile_row)
-    rows = tile_row * _ROWS + place
-    if source is not None:
-        rows = gl.load(source + rows, mask=is_row, other=0)
-    return gl.load(inverse + rows, mask=is_row, other=0.0)
 
 
 @gluon.jit
@@ -205,9 +195,11 @@ def _multiply(
             first, second = gl.split(gl.permute(gl.reshape(total, (_GROUP_ROWS, 2, _HALF)), (0, 2, 1)))
             if HAS_SCALES:
                 _put_scales(scales, weight_scale, gl.load(tile_expert + tile_row) * weight_rows, column, size, IS_GATED)
-                of_rows = _of_rows(INDEX, inverse, source, tile_rows, tile_row, gl.SliceLayout(1, first.type.layout))
-                first = _scaled(first, scales.slice(0, _HALF), of_rows)
-                second = _scaled(second, scales.slice(_HALF, _HALF), of_rows)
+                scales_of_rows = of_rows(
+                    inverse, source, tile_rows, tile_row, INDEX, _ROWS, gl.SliceLayout(1, first.type.layout)
+                )
+                first = _scaled(first, scales.slice(0, _HALF), scales_of_rows)
+                second = _scaled(second, scales.slice(_HALF, _HALF), scales_of_rows)
             if IS_GATED:
                 gate, up = first.to(dtype).to(gl.float32), second.to(dtype).to(gl.float32)
                 store_tile(out, buffer, activated_tile(gate, up, ACTIVATION, dtype), row, column * _HALF)
