@@ -2,8 +2,8 @@
 scale and a minimum ("int4_minima", "int8_minima").
 
 One row streams the codes through a matrix-vector kernel, which norms it too. Up to `MAX_TOKENS` rows take a kernel that unpacks a tile
-of the weight in registers and multiplies on tensor cores; beyond that the matrix is dequantized into memory first (`decoded`). The
-layout of codes and scales is in `grouped_kernels.py`.
+of the weight in registers and multiplies on tensor cores, where it can Hopper's own (`hopper_grouped`); beyond that the matrix is
+dequantized into memory first (`decoded`). The layout of codes and scales is in `grouped_kernels.py`.
 """
 
 from __future__ import annotations
