@@ -108,7 +108,7 @@ class MLALayer(nn.Module):
         if latents is not None and batch.attention:
             write_rows(self._kept(latents, cos_sin), self.cache, batch.slot_mappings[self.group_id])
         output = torch.empty(num_tokens, self.num_heads, self.latent_dim, dtype=query.dtype, device=query.device)
-        if not batch.attention:  # the pass that measures memory, before there is a cache: queries and output are most of it
+        if not batch.attention:  # the pass that measures memory, before there is a cache: these are most of it
             output.zero_()
         elif batch.cut is None:
             self.attend(absorbed, batch.attention[self.metadata_index], output)
