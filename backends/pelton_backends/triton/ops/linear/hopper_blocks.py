@@ -27,6 +27,7 @@ from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.hopper_split_k import (
     PANEL_BYTES,
     PROGRAMS,
+    begin_ring,
     fetch,
     paired_panels_of,
     panels_of,
@@ -161,18 +162,7 @@ def blocks_kernel(
     tile, part, token = gl.program_id(0), gl.program_id(1), gl.program_id(2) * M
     row = tile * (R // 2 if IS_PAIRED else R)
     first = part * STEPS * PANELS
-    weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
-    rows = gl.allocate_shared_memory(x.dtype, [TERMS * STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    weight_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    row_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(weight_barriers.index(i), count=1)
-        mbarrier.init(row_barriers.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.expect(weight_barriers.index(i), weight.block_type.nbytes)
-        mbarrier.expect(row_barriers.index(i), TERMS * x.block_type.nbytes)
-    for i in gl.static_range(STAGES):
-        fetch(weight, row, first + i * PANELS, weight_barriers.index(i), weights.index(i), IS_PAIRED)
+    weights, rows, weight_barriers, row_barriers = begin_ring(x, weight, row, first, STAGES, PANELS, TERMS, IS_PAIRED)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 32])
     is_first = gl.arange(0, R, gl.SliceLayout(1, layout)) % 2 == 0
     of_rows = weight_scale + gl.minimum(row, N - 1 - OTHER).to(gl.int64) * BLOCKS

@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pelton_backends.triton.launch import Launcher, alignment
 from pelton_backends.triton.ops.linear.hopper_split_k import (
     PROGRAMS,
+    begin_ring,
     fetch,
     paired_panels_of,
     panels_of,
@@ -52,14 +53,15 @@ def _assembly(kind: str, low: str, high: str) -> str:
     )
 
 
+def zeros_assembly(kind: str, factor: str) -> str:
+    """Return what makes a scale's zero point, its last byte, times a negative power of two in both halves of a register."""
+    return f"{{ .reg .b32 t, u; mov.b32 u, {factor}; prmt.b32 t, $1, 0, 0x4040; mul.{kind} $0, t, u; }}"
+
+
 _BFLOAT16_ASM: gl.constexpr = gl.constexpr(_assembly("bf16x2", "0x7f007f00", "0x7d007d00"))  # 2^127, 2^123
 _FLOAT16_ASM: gl.constexpr = gl.constexpr(_assembly("f16x2", "0x78007800", "0x68006800"))  # 2^15, 2^11
-_BFLOAT16_ZEROS_ASM: gl.constexpr = gl.constexpr(
-    "{ .reg .b32 t, u; mov.b32 u, 0xff00ff00; prmt.b32 t, $1, 0, 0x4040; mul.bf16x2 $0, t, u; }"
-)
-_FLOAT16_ZEROS_ASM: gl.constexpr = gl.constexpr(
-    "{ .reg .b32 t, u; mov.b32 u, 0xf800f800; prmt.b32 t, $1, 0, 0x4040; mul.f16x2 $0, t, u; }"
-)
+_BFLOAT16_ZEROS_ASM: gl.constexpr = gl.constexpr(zeros_assembly("bf16x2", "0xff00ff00"))  # -2^127
+_FLOAT16_ZEROS_ASM: gl.constexpr = gl.constexpr(zeros_assembly("f16x2", "0xf800f800"))  # -2^15
 _BFLOAT16_NUMBERS, _FLOAT16_NUMBERS = gl.constexpr((gl.bfloat16,) * 4), gl.constexpr((gl.float16,) * 4)
 _BFLOAT16_LESS, _FLOAT16_LESS = gl.constexpr(64.0), gl.constexpr(512.0)
 """Weights over what tensor cores are given, without the scale."""
@@ -121,18 +123,7 @@ def hopper_grouped_kernel(
     tile, part, token = gl.program_id(0), gl.program_id(1), gl.program_id(2) * M
     row = tile * (R // 2 if IS_PAIRED else R)
     first = part * STEPS
-    weights = gl.allocate_shared_memory(codes.dtype, [STAGES] + codes.block_type.shape, codes.layout)  # noqa: RUF005
-    rows = gl.allocate_shared_memory(dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    weight_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    row_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(weight_barriers.index(i), count=1)
-        mbarrier.init(row_barriers.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.expect(weight_barriers.index(i), codes.block_type.nbytes)
-        mbarrier.expect(row_barriers.index(i), x.block_type.nbytes)
-    for i in gl.static_range(STAGES):
-        fetch(codes, row, first + i, weight_barriers.index(i), weights.index(i), IS_PAIRED)
+    weights, rows, weight_barriers, row_barriers = begin_ring(x, codes, row, first, STAGES, 1, 1, IS_PAIRED)
     place = gl.arange(0, R, gl.SliceLayout(1, OF_BLOCK))
     if IS_PAIRED:
         weight_row = gl.minimum(row + place // 2, OTHER - 1) + place % 2 * OTHER

@@ -50,6 +50,27 @@ def fetch(source, row, panel, barrier, buffer, IS_PAIRED: gl.constexpr):
 
 
 @gluon.jit
+def begin_ring(
+    x, weight, row, first, STAGES: gl.constexpr, PANELS: gl.constexpr, TERMS: gl.constexpr, IS_PAIRED: gl.constexpr
+):
+    """Make a ring of STAGES buffers for PANELS panels of the weight, from panel `first` on, and for TERMS boxes of x; fetch the weights.
+    Return buffers of both, and the barriers of each."""
+    weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
+    rows = gl.allocate_shared_memory(x.dtype, [TERMS * STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
+    weight_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    row_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(weight_barriers.index(i), count=1)
+        mbarrier.init(row_barriers.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.expect(weight_barriers.index(i), weight.block_type.nbytes)
+        mbarrier.expect(row_barriers.index(i), TERMS * x.block_type.nbytes)
+    for i in gl.static_range(STAGES):
+        fetch(weight, row, first + i * PANELS, weight_barriers.index(i), weights.index(i), IS_PAIRED)
+    return weights, rows, weight_barriers, row_barriers
+
+
+@gluon.jit
 def activated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
     """As `pieces.activated`."""
     if ACTIVATION == "silu":
@@ -189,18 +210,7 @@ def multiply_kernel(
     IS_PAIRED: gl.constexpr = ACTIVATION is not None
     row = tile * (R // 2 if IS_PAIRED else R)
     first = part * NUM_STEPS * PANELS
-    weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_type.shape, weight.layout)  # noqa: RUF005
-    rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    weight_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    row_barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(weight_barriers.index(i), count=1)
-        mbarrier.init(row_barriers.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.expect(weight_barriers.index(i), weight.block_type.nbytes)
-        mbarrier.expect(row_barriers.index(i), x.block_type.nbytes)
-    for i in gl.static_range(STAGES):
-        fetch(weight, row, first + i * PANELS, weight_barriers.index(i), weights.index(i), IS_PAIRED)
+    weights, rows, weight_barriers, row_barriers = begin_ring(x, weight, row, first, STAGES, PANELS, 1, IS_PAIRED)
     if weight_scale is not None:
         weight_scale = scales_of_rows(weight_scale, tile, N, ACTIVATION, R)
     gdc_launch_dependents()

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pelton_backends.triton.launch import Launcher, alignment
+from pelton_backends.triton.ops.linear.hopper_grouped import zeros_assembly
 from pelton_backends.triton.ops.moe.hopper_tiles import (
     Tiling,
     as_left,
@@ -67,7 +68,7 @@ _DECODE = (
     + "}"
 )
 _DECODE_ASM: gl.constexpr = gl.constexpr(_DECODE)
-_ZEROS = "{ .reg .b32 t, u; mov.b32 u, 0xff00ff00; prmt.b32 t, $1, 0, 0x4040; mul.bf16x2 $0, t, u; }"
+_ZEROS = zeros_assembly("bf16x2", "0xff00ff00")  # -2^127
 _ZEROS_ASM: gl.constexpr = gl.constexpr(_ZEROS)
 _NUMBERS: gl.constexpr = gl.constexpr((gl.bfloat16,) * 8)
 _CONSTRAINTS: gl.constexpr = gl.constexpr(",".join(["=h"] * 8 + ["r", "r"]))
