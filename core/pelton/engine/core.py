@@ -487,8 +487,8 @@ def resolve_sizes(config: EngineConfig, model: ResolvedModel, plugins: Plugins) 
         platform = select_platform(config, plugins)
         scale = platform.encoder_scale if model.pooling is not None and model.pooling.attends_both_ways else 1
         num_seqs = num_seqs or platform.default_max_num_seqs * scale
-        is_alone = parallel.pipeline_parallel_size == 1 and not parallel.shares_experts
-        if scheduler.performance_mode == "throughput" and is_alone:
+        shares_steps = parallel.pipeline_parallel_size > 1 or parallel.shares_experts
+        if scheduler.performance_mode == "throughput" and not shares_steps:
             scale *= platform.throughput_scale
         least = 0 if scheduler.enable_chunked_prefill else model.max_model_len
         num_tokens = num_tokens or max(platform.default_max_num_batched_tokens * scale, least)
